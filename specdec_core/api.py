@@ -1,0 +1,229 @@
+"""The public face: a pair of models, one call to decode with it, and what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypedDict, Unpack
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from . import record
+from .caches import context_limit
+from .drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from .errors import SpecDecError
+from .loop import Request, Settings, ordinary_decoding, speculative_decoding
+from .record import StepRecord
+from .sampling import RequestRandom, SamplingPolicy
+from .stops import Stops
+
+DRAFTERS = ("prompt_lookup", "model", "self")
+Prompt = str | Sequence[int] | Sequence[dict[str, str]]
+
+
+@dataclass
+class Pair:
+    """A target, its tokenizer, perhaps a draft, and what is logged about them."""
+
+    name: str
+    target: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    draft: PreTrainedModel | None = None
+    drafter: str = "prompt_lookup"
+    lineage: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def vocab(self) -> int:
+        """Size of the target's law (its output head, which may be padded beyond the tokenizer)."""
+        return int(self.target.config.get_text_config(decoder=True).vocab_size)
+
+    def make_drafter(self, kind: str, policy: SamplingPolicy, confidence: float = 0.0) -> Drafter:
+        """A fresh drafter of one of ``DRAFTERS``; ``self`` uses the target as its own draft (the 100 % check)."""
+        if kind == "prompt_lookup":
+            return PromptLookupDrafter(self.target.device)
+        if kind == "self":
+            return ModelDrafter(self.target, policy, self.vocab, confidence)
+        if kind == "model":
+            if self.draft is None:
+                raise SpecDecError(
+                    f"Pair '{self.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
+                )
+            return ModelDrafter(self.draft, policy, self.vocab, confidence)
+        raise SpecDecError(f"drafter='{kind}' is unknown: choose one of {', '.join(DRAFTERS)}.")
+
+
+@dataclass
+class Output:
+    """What one request produced: ``tokens`` is everything emitted, EOS included; ``text`` ends before a stop string."""
+
+    prompt: str
+    prompt_tokens: list[int]
+    text: str
+    tokens: list[int]
+    stop: str | None
+    records: list[StepRecord]
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        return record.summary(self.records)
+
+
+class Options(TypedDict, total=False):
+    """What :func:`generate` and :func:`generate_batch` take, with their defaults and meaning."""
+
+    max_new_tokens: int
+    gamma: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | Sequence[int | None] | None
+    drafter: str | Drafter | None
+    speculate: bool
+    stop: str | Sequence[str]
+    eos: Sequence[int] | None
+    chat: bool | None
+    confidence: float
+    draft_timeout: float | None
+    diagnostics: bool
+
+
+def generate(pair: Pair, prompt: Prompt, **options: Unpack[Options]) -> Output:
+    """Decode one prompt: text, chat messages (dicts with ``role`` and ``content``) or token ids.
+
+    Example: ``generate(pair, "Why is the sky blue?", max_new_tokens=64, gamma=4, temperature=0.7, seed=0)``. Every
+    option is one of :func:`generate_batch`, with the same default.
+    """
+    return generate_batch(pair, [prompt], **options)[0]
+
+
+def generate_batch(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    *,
+    max_new_tokens: int = 128,
+    gamma: int = 4,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seed: int | Sequence[int | None] | None = 0,
+    drafter: str | Drafter | None = None,
+    speculate: bool = True,
+    stop: str | Sequence[str] = (),
+    eos: Sequence[int] | None = None,
+    chat: bool | None = None,
+    confidence: float = 0.0,
+    draft_timeout: float | None = None,
+    diagnostics: bool = True,
+) -> list[Output]:
+    """Decode prompts together; each row's tokens are those it would have alone.
+
+    Args:
+        max_new_tokens: exactly so many tokens are emitted unless a stop comes first.
+        gamma: block length, tokens drafted per target pass.
+        temperature: 0 is greedy. top_k, top_p, min_p: see :class:`~specdec_core.sampling.SamplingPolicy`.
+        seed: an int seeds row i by (seed, i); a list seeds each row on its own, so that a row is the same in any
+            batch. None takes fresh entropy.
+        drafter: ``prompt_lookup``, ``model``, ``self``, or an object with the Drafter protocol; None takes the pair's.
+        speculate: False runs ordinary decoding, the baseline, on the same cache and stops.
+        stop: the text ends before these strings. eos: token ids that end it; None takes the model's own.
+        chat: wrap a text prompt in the tokenizer's chat template; None does so where there is one.
+        confidence: see :class:`~specdec_core.drafters.ModelDrafter`. draft_timeout: seconds a draft may take.
+        diagnostics: keep p, q, entropies and the target's preference in the records.
+
+    Raises:
+        SpecDecError: with one line that says what is wrong and how to mend it.
+    """
+    policy = SamplingPolicy(temperature, top_k, top_p, min_p)
+    stops = make_stops(pair, stop, eos)
+    settings = Settings(_whole("gamma", gamma, 1), policy, stops, None, draft_timeout, diagnostics)
+    requests = make_requests(pair, prompts, _whole("max_new_tokens", max_new_tokens, 0), seed, chat)
+    if not speculate:
+        return collect(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
+    chosen = drafter if drafter is not None else pair.drafter
+    if isinstance(chosen, str):
+        chosen = pair.make_drafter(chosen, policy, confidence)
+    return collect(pair, requests, speculative_decoding(pair.target, requests, chosen, settings), stops)
+
+
+def collect(pair: Pair, requests: list[Request], steps: Iterator[list[StepRecord]], stops: Stops) -> list[Output]:
+    """Drain a decoding and collect each request's Output."""
+    for _ in steps:
+        pass
+    return [
+        Output(str(pair.tokenizer.decode(r.prompt)), r.prompt, stops.text(r.output), r.output, r.stop, r.records)
+        for r in requests
+    ]
+
+
+def make_stops(pair: Pair, strings: str | Sequence[str] = (), eos: Sequence[int] | None = None) -> Stops:
+    """The stops of a pair: its EOS ids, stop strings, and the target's context."""
+    if eos is None:
+        own = getattr(pair.target.generation_config, "eos_token_id", None)
+        eos = [] if own is None else [own] if isinstance(own, int) else list(own)
+    texts = (strings,) if isinstance(strings, str) else tuple(strings)
+    if "" in texts:
+        raise SpecDecError("stop='' would end every text at once: give a stop string with at least one character.")
+    decode: Callable[[Sequence[int]], str] = lambda ids: str(pair.tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
+    return Stops(frozenset(eos), texts, context_limit(pair.target), decode)
+
+
+def make_requests(
+    pair: Pair,
+    prompts: Sequence[Prompt],
+    max_new_tokens: int,
+    seed: int | Sequence[int | None] | None = 0,
+    chat: bool | None = None,
+) -> list[Request]:
+    """Tokenised requests, each with its own random stream; refuses empty and overlong prompts."""
+    if seed is None or isinstance(seed, int):
+        randoms = [RequestRandom(seed, i) for i in range(len(prompts))]
+    elif len(seed) == len(prompts):
+        randoms = [RequestRandom(s) for s in seed]
+    else:
+        raise SpecDecError(f"{len(seed)} seeds for {len(prompts)} prompts: give one seed, or one for each prompt.")
+    limit = context_limit(pair.target)
+    requests = []
+    for i, (prompt, random) in enumerate(zip(prompts, randoms, strict=True)):
+        ids = encode(pair, prompt, chat)
+        if limit is not None and len(ids) >= limit:
+            raise SpecDecError(
+                f"Prompt {i} has {len(ids)} tokens, the target holds {limit}: shorten it to at most {limit - 1}."
+            )
+        requests.append(Request(i, ids, max_new_tokens, random))
+    return requests
+
+
+def encode(pair: Pair, prompt: Prompt, chat: bool | None = None) -> list[int]:
+    """Prompt -> token ids, through the chat template where asked for or present."""
+    if isinstance(prompt, str):
+        if not prompt.strip():
+            raise SpecDecError("The prompt is empty: give at least one word.")
+        if chat is None:
+            chat = bool(pair.tokenizer.chat_template)
+        if not chat:
+            return _ids(pair, pair.tokenizer(prompt)["input_ids"])
+        prompt = [{"role": "user", "content": prompt}]
+    items: list[Any] = list(prompt)
+    if items and isinstance(items[0], dict):
+        text = pair.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
+        return _ids(pair, pair.tokenizer(text, add_special_tokens=False)["input_ids"])
+    return _ids(pair, items)
+
+
+def _ids(pair: Pair, raw: Any) -> list[int]:
+    ids = [int(i) for i in raw]
+    if not ids:
+        raise SpecDecError("The prompt has no tokens: give at least one.")
+    if not all(0 <= i < pair.vocab for i in ids):
+        raise SpecDecError(
+            f"The prompt holds token ids outside 0..{pair.vocab - 1}: is it made with another tokenizer?"
+        )
+    return ids
+
+
+def _whole(name: str, value: int, least: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise SpecDecError(f"{name}={value!r} is not possible: give a whole number of at least {least}.")
+    return value

@@ -1,0 +1,54 @@
+"""What every drafter promises the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Proposal:
+    """A drafted block for each row.
+
+    Attributes:
+        tokens: ``[B, g]`` int64; columns past a row's length are padding.
+        lengths: ``[B]`` int64, how many tokens of each row are put before the target.
+        q: ``[B, g, V]``, **the law that each token was drawn from** given the tokens before it. None says
+            one-hot: the token was not drawn but chosen (a lookup, or an argmax). A q that is not the truth makes
+            the output law wrong (conditions A1, A2), and no loop can notice.
+        drafted: per row, how many tokens were computed. Larger than ``lengths`` after a confidence stop.
+        belief: ``[B, g, V]`` the draft's law at temperature 1, for the record only; no rule reads it.
+        note: why a block is empty or short, in words.
+    """
+
+    tokens: Tensor
+    lengths: Tensor
+    q: Tensor | None
+    drafted: list[int]
+    belief: Tensor | None = None
+    note: str = ""
+
+    @staticmethod
+    def nothing(batch: int, device: torch.device, note: str) -> Proposal:
+        empty = torch.zeros(batch, 0, dtype=torch.int64, device=device)
+        return Proposal(empty, torch.zeros(batch, dtype=torch.int64, device=device), None, [0] * batch, note=note)
+
+
+class Drafter(Protocol):
+    """Proposes tokens. Exactness asks one thing of it: whether it stops or goes on may depend on the text so far
+    and on its own laws, never on a drawn token that is then withheld from verification."""
+
+    name: str
+
+    def start(self, batch: int) -> None:
+        """Forget everything: ``batch`` new requests begin."""
+
+    def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
+        """Draft up to ``room[b]`` tokens after each row's committed ``sequences[b]``; ``u [B, gamma]``: its coins."""
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        """The rows now hold ``lengths[b]`` committed tokens: forget drafted ones that were not kept."""

@@ -1,0 +1,53 @@
+"""Prompt lookup (Saxena 2023; Yang et al. 2023, "Inference with Reference"): the draft is the text itself."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .base import Proposal
+
+
+class PromptLookupDrafter:
+    """Finds the last n-gram earlier in the row and proposes what followed it there, longest n-gram first.
+
+    The most recent earlier occurrence is taken, preferring one with a full block after it. Tokens are chosen,
+    not drawn, so q is one-hot and a token is accepted with probability p(token).
+    """
+
+    name = "prompt_lookup"
+
+    def __init__(self, device: torch.device | str = "cpu", ngram_max: int = 3, ngram_min: int = 1):
+        self.device = torch.device(device)
+        self.ngram_max, self.ngram_min = ngram_max, ngram_min
+
+    def start(self, batch: int) -> None:
+        pass
+
+    def commit(self, lengths: Sequence[int]) -> None:
+        pass
+
+    def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
+        blocks = [self._continuation(np.asarray(s), r) for s, r in zip(sequences, room, strict=True)]
+        counts = [len(b) for b in blocks]
+        if max(counts) == 0:
+            return Proposal.nothing(len(blocks), self.device, "no earlier match in the text")
+        tokens = np.zeros((len(blocks), max(counts)), dtype=np.int64)
+        for row, block in zip(tokens, blocks, strict=True):
+            row[: len(block)] = block
+        return Proposal(
+            torch.from_numpy(tokens).to(self.device), torch.tensor(counts, device=self.device), None, counts
+        )
+
+    def _continuation(self, text: np.ndarray, room: int) -> np.ndarray:
+        for n in range(min(self.ngram_max, len(text) - 1), self.ngram_min - 1, -1) if room > 0 else ():
+            windows = np.lib.stride_tricks.sliding_window_view(text[:-1], n)
+            starts = np.flatnonzero((windows == text[-n:]).all(axis=1)) + n
+            if len(starts):
+                full = starts[starts + room <= len(text)]
+                start = full[-1] if len(full) else starts[0]
+                return text[start : start + room]
+        return text[:0]

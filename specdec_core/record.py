@@ -1,0 +1,216 @@
+"""StepRecord, one for each target pass of a request, and every metric derived from it. No number has another source."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+Records = Sequence["StepRecord"]
+LastToken = Literal["prefill", "ordinary", "bonus", "resampled", "accepted"]
+STAGES = ("draft", "score", "accept", "resample", "repeat")
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What one target pass did for one request. Tokens after a stop are not counted anywhere but in ``drafted``.
+
+    Attributes:
+        kind: ``prefill`` (the pass over the prompt, gives the first token), ``ordinary`` (nothing was verified) or
+            ``speculative``.
+        gamma: block length asked for, after budget and context limits.
+        drafted: tokens the draft computed; verified: of those, put before the target and not beyond a stop;
+            accepted: of those, kept. ``drafted >= verified >= accepted``.
+        emitted: token ids committed by this pass; last: what the final one of them is.
+        draft_tokens: the block put before the target, all of it.
+        p, q: probability that target and draft gave each of ``draft_tokens``, under the sampling policy. At
+            temperature 0, where every law is one-hot, both are the models' own at temperature 1.
+        p_entropy, q_entropy: entropy in nats of the same laws; ``p_entropy`` has one more, for the bonus position.
+        preferred: the target's likeliest token at each position: where a token was turned down, the alternative.
+        seconds: wall time by stage; shared by the ``batch`` rows of the pass.
+        started: seconds since the epoch. context: committed tokens before this pass.
+        control: ``speculate``, ``idle`` (the draft had nothing or no room), ``degraded`` (the draft failed) or
+            ``baseline``; reason: why, in words.
+    """
+
+    request: int
+    step: int
+    kind: Literal["prefill", "ordinary", "speculative"]
+    gamma: int
+    drafted: int
+    verified: int
+    accepted: int
+    emitted: tuple[int, ...]
+    last: LastToken
+    stop: str | None
+    draft_tokens: tuple[int, ...]
+    p: tuple[float, ...]
+    q: tuple[float, ...]
+    p_entropy: tuple[float, ...]
+    q_entropy: tuple[float, ...]
+    preferred: tuple[int, ...]
+    seconds: dict[str, float]
+    started: float
+    control: str
+    reason: str
+    context: int
+    batch: int
+
+    @property
+    def rejected(self) -> int:
+        """1 when a drafted token was turned down, else 0. A block cut short by a stop was not turned down."""
+        return int(self.accepted < self.verified)
+
+
+@dataclass
+class Clock:
+    """Wall time of each stage. On a GPU it places events and reads them after the step's one host read."""
+
+    device: torch.device
+    started: float = 0.0
+    _marks: list[tuple[str, Any, Any]] = field(default_factory=list)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        if not self._marks:
+            self.started = time.time()
+        begin = self._now()
+        yield
+        self._marks.append((stage, begin, self._now()))
+
+    def _now(self) -> Any:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()  # type: ignore[no-untyped-call]
+        return event
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by stage since the last call; starts the next step."""
+        if self.device.type == "cuda" and self._marks:
+            self._marks[-1][2].synchronize()
+        spent = dict.fromkeys(STAGES, 0.0)
+        for stage, begin, end in self._marks:
+            spent[stage] += begin.elapsed_time(end) / 1e3 if self.device.type == "cuda" else end - begin
+        self._marks.clear()
+        return spent
+
+
+# --- metrics: each a named function of records, None where nothing was observed ---------------------------
+
+
+def _ratio(top: float, bottom: float) -> float | None:
+    return top / bottom if bottom else None
+
+
+def _decode(records: Records) -> list[StepRecord]:
+    return [r for r in records if r.kind != "prefill"]
+
+
+def _speculative(records: Records) -> list[StepRecord]:
+    return [r for r in records if r.kind == "speculative"]
+
+
+def tokens_emitted(records: Records) -> int:
+    """Output tokens, the one from the prefill included."""
+    return sum(len(r.emitted) for r in records)
+
+
+def target_passes(records: Records) -> int:
+    """Target passes after the prefill."""
+    return len(_decode(records))
+
+
+def block_efficiency(records: Records) -> float | None:
+    """Tokens per target pass after the prefill, pooled over requests, *with* the bonus or resampled token and with
+    passes where nothing was drafted (Leviathan et al. 2023, section 3.1). Ordinary decoding has 1."""
+    steps = _decode(records)
+    return _ratio(tokens_emitted(steps), len(steps))
+
+
+def acceptance_length_pooled(records: Records) -> float | None:
+    """Tokens per *speculative* pass, *with* the bonus or resampled token, pooled: long requests weigh more."""
+    steps = _speculative(records)
+    return _ratio(tokens_emitted(steps), len(steps))
+
+
+def acceptance_length_per_request(records: Records) -> float | None:
+    """Mean over requests of :func:`acceptance_length_pooled`: every request weighs the same."""
+    by_request: dict[int, list[StepRecord]] = {}
+    for r in _speculative(records):
+        by_request.setdefault(r.request, []).append(r)
+    lengths = [tokens_emitted(steps) / len(steps) for steps in by_request.values()]
+    return _ratio(sum(lengths), len(lengths))
+
+
+def accepted_per_pass(records: Records) -> float | None:
+    """Accepted draft tokens per speculative pass, *without* the bonus or resampled token."""
+    steps = _speculative(records)
+    return _ratio(sum(r.accepted for r in steps), len(steps))
+
+
+def alpha_hat(records: Records) -> float | None:
+    """Acceptance rate α̂ = accepted / (accepted + rejections), the maximum-likelihood estimate of a constant α when
+    blocks end at γ: tokens behind a rejection were never judged and do not count (censoring)."""
+    accepted = sum(r.accepted for r in records)
+    return _ratio(accepted, accepted + sum(r.rejected for r in records))
+
+
+def accepted_over_drafted(records: Records) -> float | None:
+    """Share of drafted tokens that were kept: how much draft work was useful. **Not** α: it falls with γ at fixed α."""
+    return _ratio(sum(r.accepted for r in records), sum(r.drafted for r in records))
+
+
+def acceptance_by_position(records: Records, kind: Literal["conditional", "joint"]) -> list[float | None]:
+    """Acceptance at block position 1, 2, ...: given that the position was judged (``conditional``), or that the block
+    reached so far at all (``joint``: accepted at least i of the blocks with at least i tokens)."""
+    steps = _speculative(records)
+    widest = max((r.verified for r in steps), default=0)
+    result = []
+    for i in range(1, widest + 1):
+        kept = sum(r.accepted >= i for r in steps)
+        if kind == "joint":
+            result.append(_ratio(kept, sum(r.verified >= i for r in steps)))
+        else:
+            result.append(_ratio(kept, kept + sum(r.rejected and r.accepted == i - 1 for r in steps)))
+    return result
+
+
+def seconds_by_stage(records: Records) -> dict[str, float]:
+    """Wall seconds by stage after the prefill, each pass counted once however many rows it served."""
+    total = dict.fromkeys(STAGES, 0.0)
+    for r in _decode(records):
+        for stage, s in r.seconds.items():
+            total[stage] += s / r.batch
+    return total
+
+
+def tokens_per_second(records: Records) -> float | None:
+    """Output tokens after the prefill over wall seconds after the prefill."""
+    return _ratio(tokens_emitted(_decode(records)), sum(seconds_by_stage(records).values()))
+
+
+METRICS: dict[str, Callable[[Records], float | None]] = {
+    "tokens_emitted": tokens_emitted,
+    "target_passes": target_passes,
+    "block_efficiency": block_efficiency,
+    "acceptance_length_pooled": acceptance_length_pooled,
+    "acceptance_length_per_request": acceptance_length_per_request,
+    "accepted_per_pass": accepted_per_pass,
+    "alpha_hat": alpha_hat,
+    "accepted_over_drafted": accepted_over_drafted,
+    "drafted": lambda records: sum(r.drafted for r in records),
+    "verified": lambda records: sum(r.verified for r in records),
+    "accepted": lambda records: sum(r.accepted for r in records),
+    "degraded_passes": lambda records: sum(r.control == "degraded" for r in records),
+    "tokens_per_second": tokens_per_second,
+}
+
+
+def summary(records: Records) -> dict[str, float | None]:
+    """Every metric by name."""
+    return {name: metric(records) for name, metric in METRICS.items()}
