@@ -271,7 +271,7 @@ class _Row:
     index: int
     count: int
     token: int
-    broken_target: bool
+    sound: int
     proposed: int
     verified: int
     tokens: list[int]
@@ -285,8 +285,8 @@ class _Row:
 def _read(state: Decoding, block: Block, scores: Scores, count: Tensor, token: Tensor) -> list[_Row]:
     """Everything the host needs of a step, packed in one float64 tensor (exact for token ids) and read once."""
     g = block.tokens.shape[1]
-    broken = invalid_rows(scores.logits[torch.arange(len(count), device=count.device), count])
-    head = [count, token, broken, block.proposal.lengths, block.lengths]
+    sound = (~invalid_rows(scores.logits)).int().cumprod(1).sum(1)  # rows of the target before the first broken one
+    head = [count, token, sound, block.proposal.lengths, block.lengths]
     parts = [torch.stack([c.double() for c in head], 1), block.tokens.double()]
     if state.settings.diagnostics:
         parts += _diagnostics(block, scores)
@@ -296,8 +296,8 @@ def _read(state: Decoding, block: Block, scores: Scores, count: Tensor, token: T
         for size in (5, g, g, g, g + 1, g, g + 1):
             pieces.append(values[at : at + size])
             at += size
-        (n, next_token, bad, proposed, verified), ids, p, q, p_entropy, q_entropy, preferred = pieces
-        numbers = (int(n), int(next_token), bool(bad), int(proposed), int(verified))
+        (n, next_token, good, proposed, verified), ids, p, q, p_entropy, q_entropy, preferred = pieces
+        numbers = (int(n), int(next_token), int(good), int(proposed), int(verified))
         rows.append(_Row(b, *numbers, [int(t) for t in ids], p, q, p_entropy, q_entropy, [int(t) for t in preferred]))
     return rows
 
@@ -324,9 +324,9 @@ class _Commit:
 
 def _commit(state: Decoding, request: Request, row: _Row) -> _Commit:
     """Append what belongs to the text; refuse a target whose judgement is no number."""
-    if row.broken_target:
+    if row.sound <= row.count:  # a position that this pass emits rests on it
         raise SpecDecError(
-            f"The target's logits at position {len(request.committed) + row.count} of request {request.id} hold NaN or "
+            f"The target's logits at position {len(request.committed) + row.sound} of request {request.id} hold NaN or "
             "nothing finite: load its weights again, or use float32."
         )
     new = [*row.tokens[: row.count], row.token]
