@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 class Divergence:
     """The first position where two outputs differ.
 
-    ``margin`` is how much the target prefers token ``a`` or ``b``, whichever it likes better, over the other, judged in
-    one plain pass; ``gap`` how far the *less* liked of the two lies below the target's best token. ``ulps`` is ``gap`` in
-    units in the last place of the model's dtype at the best logit: a few are rounding, more are a fault.
+    Judged in one plain pass of the target: ``margin`` is the difference of the two tokens' logits, ``gap`` how far
+    the less liked of them lies below the best token's, ``ulps`` that gap in units in the last place of the model's
+    dtype at the best logit. A few ulps are rounding; more are a fault.
     """
 
     position: int

@@ -8,48 +8,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PretrainedConfig, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec_core import Pair
 from specdec_core.drafters import Proposal
+from specdec_core.lab.table_model import TableModel, iid
 from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
 from specdec_core.sampling import RequestRandom
-
-
-class TableConfig(PretrainedConfig):
-    model_type = "table"
-
-    def __init__(self, vocab_size: int = 2, max_position_embeddings: int = 512, **kwargs: Any):
-        super().__init__(**kwargs)
-        self.vocab_size, self.max_position_embeddings = vocab_size, max_position_embeddings
-        self.num_hidden_layers = 1
-
-
-class TableModel(PreTrainedModel):
-    """A causal LM whose next-token law is read from ``table [V, V]`` (row: last token) or, with ``by_position [N, V]``,
-    from the position alone. Logits are logarithms, so at temperature 1 the law is the table itself."""
-
-    config_class = TableConfig
-
-    def __init__(self, table: Tensor | None = None, by_position: Tensor | None = None, context: int = 512):
-        law = table if table is not None else by_position
-        assert law is not None
-        super().__init__(TableConfig(vocab_size=law.shape[-1], max_position_embeddings=context))
-        self.by_position = by_position is not None
-        self.logits_of = torch.nn.Parameter(law.double().log().float(), requires_grad=False)
-        self.passes = 0
-
-    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **_: Any) -> CausalLMOutput:
-        self.passes += 1
-        if position_ids is None:
-            position_ids = torch.arange(input_ids.shape[1]).expand_as(input_ids)
-        return CausalLMOutput(logits=self.logits_of[position_ids if self.by_position else input_ids])
-
-
-def iid(law: Sequence[float], **kwargs: Any) -> TableModel:
-    """A model that says ``law`` whatever came before."""
-    return TableModel(torch.tensor([list(law)] * len(law), dtype=torch.float64), **kwargs)
 
 
 def tiny_llama(
@@ -71,6 +36,9 @@ def tiny_llama(
         **kwargs,
     )
     return LlamaForCausalLM(config).eval()
+
+
+__all__ = ["NoTokenizer", "ScriptedDrafter", "TableModel", "block", "decode", "iid", "pair_of", "tiny_llama"]
 
 
 class NoTokenizer:
@@ -121,9 +89,10 @@ def decode(
     tokens: int = 12,
     settings: Settings | None = None,
     seed: int = 0,
+    first_id: int = 0,
 ) -> list[Request]:
     """Run the loop (or, without a drafter, ordinary decoding) to its end and give the requests back."""
-    requests = [Request(i, list(p), tokens, RequestRandom(seed, i)) for i, p in enumerate(prompts)]
+    requests = [Request(i, list(p), tokens, RequestRandom(seed, i)) for i, p in enumerate(prompts, first_id)]
     settings = settings or Settings()
     steps = (
         ordinary_decoding(target, requests, settings)

@@ -44,8 +44,7 @@ def test_c1_ragged_rows_equal_their_own_runs_for_every_drafter(policy):
     ):
         together = decode(target, prompts, make(), 24, settings)
         for row, prompt in enumerate(prompts):
-            # the request's stream is (seed, id): give the lone run the same id by placing it in the same row
-            alone = decode(target, prompts[: row + 1], make(), 24, settings)[row]
+            (alone,) = decode(target, [prompt], make(), 24, settings, first_id=row)
             assert together[row].output == alone.output
 
 
