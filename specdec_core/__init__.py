@@ -2,21 +2,22 @@
 
     from specdec_core import load_pair, generate
 
-The core (this package without ``lab``) imports torch and transformers only. ``load_pair`` lives in ``lab.models`` and
-is imported when first asked for.
+The core (this package without ``lab``) imports torch and transformers only. Names are imported when first asked for,
+so that a command that needs no model does not wait for torch. ``load_pair`` lives in ``lab.models``.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .api import DRAFTERS, Output, Pair, generate, generate_batch
 from .errors import SpecDecError
-from .record import StepRecord
-from .sampling import SamplingPolicy
 
 if TYPE_CHECKING:
+    from .api import DRAFTERS, Output, Pair, generate, generate_batch
     from .lab.models import load_pair
+    from .record import StepRecord
+    from .sampling import SamplingPolicy
 
 __version__ = "0.1.0"
 __all__ = [
@@ -30,11 +31,10 @@ __all__ = [
     "generate_batch",
     "load_pair",
 ]
+_HOME = {"load_pair": ".lab.models", "StepRecord": ".record", "SamplingPolicy": ".sampling"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "load_pair":
-        from .lab.models import load_pair
-
-        return load_pair
-    raise AttributeError(f"module 'specdec_core' has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module 'specdec_core' has no attribute {name!r}")
+    return getattr(import_module(_HOME.get(name, ".api"), __name__), name)

@@ -26,9 +26,9 @@ class Pair:
     """A target, its tokenizer, perhaps a draft, and what is logged about them."""
 
     name: str
-    target: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    draft: PreTrainedModel | None = None
+    target: PreTrainedModel = field(repr=False)
+    tokenizer: PreTrainedTokenizerBase = field(repr=False)
+    draft: PreTrainedModel | None = field(default=None, repr=False)
     drafter: str = "prompt_lookup"
     lineage: dict[str, Any] = field(default_factory=dict)
 
@@ -56,12 +56,12 @@ class Pair:
 class Output:
     """What one request produced: ``tokens`` is everything emitted, EOS included; ``text`` ends before a stop string."""
 
-    prompt: str
-    prompt_tokens: list[int]
+    prompt: str = field(repr=False)
+    prompt_tokens: list[int] = field(repr=False)
     text: str
-    tokens: list[int]
+    tokens: list[int] = field(repr=False)
     stop: str | None
-    records: list[StepRecord]
+    records: list[StepRecord] = field(repr=False)
 
     @property
     def metrics(self) -> dict[str, float | None]:

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import pandas as pd
 import torch
 
@@ -50,11 +51,23 @@ def interleaved(
     return pd.DataFrame(rows), outputs
 
 
-def speed_ratio(times: pd.DataFrame, arm: str, baseline: str, column: str = "seconds") -> Interval:
-    """Geometric mean over prompts of (tokens per second of ``arm``) / (that of ``baseline``), with its interval."""
+def ratios_by_prompt(times: pd.DataFrame, arm: str, baseline: str, column: str = "seconds") -> np.ndarray:
+    """(tokens per second of ``arm``) / (that of ``baseline``), one number a prompt, in the order of prompts."""
     wide = times.assign(pace=times[column] / times["tokens"]).pivot(index="prompt", columns="arm", values="pace")
-    logs = [[math.log(b / a), 1.0] for a, b in zip(wide[arm], wide[baseline], strict=True)]
+    return np.asarray(wide[baseline] / wide[arm])
+
+
+def speed_ratio(times: pd.DataFrame, arm: str, baseline: str, column: str = "seconds") -> Interval:
+    """Geometric mean over prompts of :func:`ratios_by_prompt`, with its interval."""
+    logs = [[math.log(r), 1.0] for r in ratios_by_prompt(times, arm, baseline, column)]
     return bootstrap(logs, lambda s: math.exp(s[0] / s[1]))
+
+
+def verdict(ratio: Interval) -> str:
+    """What a speed ratio allows one to say."""
+    if ratio.low > 1:
+        return "Speculation pays"
+    return "Speculation does not pay" if ratio.high < 1 else "Undecided whether speculation pays"
 
 
 def _settle() -> None:

@@ -48,10 +48,20 @@ def style() -> None:
     )
 
 
+def show() -> None:
+    """Show what was drawn, from inside a widget."""
+    plt.show()
+
+
 def finish(figure: Figure, run_id: str) -> Figure:
-    """Put the run id in the corner, so that a copied picture can be traced."""
-    figure.text(0.995, 0.003, f"run {run_id}", ha="right", va="bottom", fontsize=7, color="#888888")
+    """Put the run id below the picture, so that a copy can be traced."""
+    figure.text(1.0, -0.01, f"run {run_id}", ha="right", va="top", fontsize=7, color="#888888")
     return figure
+
+
+def headline(figure: Figure, title: str) -> None:
+    """The finding, at the left edge above everything."""
+    figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
 def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
@@ -72,7 +82,8 @@ def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
             end: Kind = "bonus" if r.last == "bonus" else "resampled" if r.last == "resampled" else "target"
             _cell(axes, widest, y, word(r.emitted[-1]), COLOURS[end])
         axes.text(-0.15, y + 0.5, f"pass {r.step}", ha="right", va="center", fontsize=8)
-    axes.set(xlim=(-0.9, widest + 1), ylim=(len(records), 0), title=title)
+    axes.set(xlim=(-0.9, widest + 1), ylim=(len(records), 0))
+    headline(figure, title)
     axes.set_xticks(
         [*(x + 0.5 for x in range(widest - 1)), widest + 0.5],
         [*(f"draft {x + 1}" for x in range(widest - 1)), "target's token"],
@@ -81,16 +92,20 @@ def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
     axes.grid(False)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    handles = [Patch(color=COLOURS[k], label=MEANING[k]) for k in COLOURS]
+    handles = [Patch(color=COLOURS[k], alpha=_alpha(k == "rejected"), label=MEANING[k]) for k in COLOURS]
     handles.append(Patch(color="#DDDDDD", label="behind a rejection, never judged"))
     figure.legend(handles=handles, loc="outside lower center", ncols=3, fontsize=8)
     return figure
 
 
 def _cell(axes: Axes, x: float, y: float, text: str, colour: str, strike: bool = False) -> None:
-    axes.add_patch(Rectangle((x + 0.03, y + 0.08), 0.94, 0.84, color=colour, alpha=0.28 if strike else 0.85))
+    axes.add_patch(Rectangle((x + 0.03, y + 0.08), 0.94, 0.84, color=colour, alpha=_alpha(strike)))
     ink = "black" if strike or colour in ("#DDDDDD", "#E69F00") else "white"
     axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink, parse_math=False)
+
+
+def _alpha(rejected: bool) -> float:
+    return 0.28 if rejected else 0.85
 
 
 def _short(token: str, most: int = 11) -> str:
@@ -112,7 +127,8 @@ def stage_bars(outputs: Mapping[str, Output], title: str) -> Figure:
                 axes.text(left + width / 2, y, f"{width:.0f}", ha="center", va="center", color="white", fontsize=9)
             left += width
         axes.text(left, y, f"  {left:.1f} ms a token, {target_passes(output.records)} passes", va="center", fontsize=9)
-    axes.set(xlabel="milliseconds per output token, after the prefill", title=title)
+    axes.set(xlabel="milliseconds per output token, after the prefill")
+    headline(figure, title)
     axes.set_yticks(range(len(outputs)), list(outputs))
     axes.margins(x=0.3)
     axes.invert_yaxis()
@@ -135,7 +151,8 @@ def law_errors(rows: Sequence[Mapping[str, Any]], title: str, limit: float = 1e-
         )  # fmt: skip
     axes.axvline(limit, color="black", linestyle="--", linewidth=1)
     axes.text(limit * 1.3, -0.65, f"limit {limit:g}", fontsize=8, va="bottom")
-    axes.set(xscale="log", xlabel="largest error in the probability of any text (no unit)", title=title)
+    axes.set(xscale="log", xlabel="largest error in the probability of any text (no unit)")
+    headline(figure, title)
     axes.set_yticks(range(len(rules)), [r.replace("_", " ") for r in rules])
     axes.set_ylim(len(rules) - 0.4, -0.9)
     return figure
@@ -159,7 +176,7 @@ def theory_curves(title: str, cs: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5))
         xlabel="acceptance rate α", ylabel="speed over ordinary decoding (ratio)", title="No gain until α exceeds c"
     )
     right.legend()
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    headline(figure, title)
     return figure
 
 
@@ -202,5 +219,24 @@ def prediction(
     right.axhline(0, color="black", linewidth=1)
     right.set_xticks(range(len(gammas)), [str(g) for g in gammas])
     right.set(xlabel="block length γ (tokens)", ylabel="error of the prediction (%)", title=note)
-    figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
+    headline(figure, title)
+    return figure
+
+
+def ratios(values: Sequence[float], labels: Sequence[str], overall: Interval, title: str) -> Figure:
+    """Speed over ordinary decoding by prompt, worst at the top, with the interval of the geometric mean."""
+    order = np.argsort(values)
+    figure, axes = plt.subplots(figsize=(8, 0.34 * len(values) + 1.8))
+    if np.isfinite([overall.low, overall.high]).all():
+        axes.axvspan(overall.low, overall.high, color=LINES[0], alpha=0.15, label="95 % interval of the mean")
+    axes.axvline(overall.value, color=LINES[0], label=f"geometric mean {overall.value:.2f} ×")
+    axes.axvline(1, color="black", linewidth=1)
+    sorted_values = np.asarray(values)[order]
+    colours = [COLOURS["accepted"] if v >= 1 else COLOURS["rejected"] for v in sorted_values]
+    axes.scatter(sorted_values, range(len(values)), color=colours, zorder=3)
+    axes.set_yticks(range(len(values)), [labels[i] for i in order])
+    axes.invert_yaxis()
+    axes.set(xlabel="speed over ordinary decoding (ratio, after the prefill; 1 = no gain)")
+    headline(figure, title)
+    figure.legend(loc="outside lower center", ncols=2)
     return figure

@@ -58,6 +58,16 @@ def story(output: Output, pair: Pair) -> list[Piece]:
     return pieces
 
 
+def facts(pair: Pair) -> str:
+    """A pair in one Markdown line."""
+    known = pair.lineage
+    words = [f"target `{known.get('target_ref', type(pair.target).__name__)}`"]
+    if pair.draft is not None:
+        words.append(f"draft `{known.get('draft_ref', type(pair.draft).__name__)}`")
+    words += [f"{key} `{known[key]}`" for key in ("dtype", "device", "attn_implementation", "threads") if key in known]
+    return f"**{pair.name}**: " + ", ".join(words).replace("attn_implementation", "attention")
+
+
 def as_html(pieces: list[Piece]) -> str:
     """The story as one HTML paragraph with its legend."""
     spans = []

@@ -57,7 +57,9 @@ def law_test(counts: Sequence[int], law: Sequence[float]) -> float:
     return float(stats.chisquare(observed, expected / expected.sum() * observed.sum()).pvalue)
 
 
-def power_against(law: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray, samples: int, false_alarm: float) -> float:
+def power_against(
+    law: Sequence[float] | np.ndarray, other: Sequence[float] | np.ndarray, samples: int, false_alarm: float
+) -> float:
     """Probability that :func:`law_test` at level ``false_alarm`` notices that tokens come from ``other``."""
     p, r = np.asarray(law, dtype=float), np.asarray(other, dtype=float)
     if r[p == 0].sum() > 0:

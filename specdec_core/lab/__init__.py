@@ -1,0 +1,1 @@
+"""What notebooks and the command line need, and the loop must never import: lineage, parameters, measurement."""

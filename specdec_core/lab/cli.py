@@ -1,0 +1,164 @@
+"""``specdec``: the command line. Everything heavy is imported by the command that needs it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from specdec_core.errors import SpecDecError
+
+if TYPE_CHECKING:
+    from .run import RunResult
+
+app = typer.Typer(
+    help="Decide whether speculative decoding pays: run the loop, run the notebooks, look at the runs.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+model_app = typer.Typer(help="The default model.", no_args_is_help=True)
+app.add_typer(model_app, name="model")
+out = Console(highlight=False)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to continue or answer.")],
+    pair: Annotated[str, typer.Option(help="Pair of target and draft: a YAML file.")] = "params/models/smollm2.yaml",
+    drafter: Annotated[str | None, typer.Option(help="prompt_lookup, model or self; else the pair's own.")] = None,
+    gamma: Annotated[int, typer.Option(min=1, max=64, help="Tokens drafted per step.")] = 4,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 switches it off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 switches it off.")] = 0.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same tokens.")] = 0,
+    no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Skip ordinary decoding beside it.")] = False,
+) -> None:
+    """Speculate on one prompt: accepted, rejected and resampled tokens, beside ordinary decoding."""
+    from .show import show_generate
+
+    show_generate(
+        prompt,
+        pair=pair,
+        drafter=drafter,
+        gamma=gamma,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        max_new_tokens=max_new_tokens,
+        seed=seed,
+        baseline=not no_baseline,
+    )
+
+
+@app.command()
+def run(
+    notebook: Annotated[str | None, typer.Argument(help="For example 00_quickstart.")] = None,
+    all_: Annotated[bool, typer.Option("--all", help="Every notebook, in order.")] = False,
+    profile: Annotated[str, typer.Option(help="smoke, cpu, gpu or full: a file in params/NOTEBOOK.")] = "cpu",
+    parameter: Annotated[list[str] | None, typer.Option("-p", metavar="KEY=VALUE", help="Set a parameter.")] = None,
+    timeout: Annotated[float | None, typer.Option(metavar="MIN", min=0.01, help="Limit in minutes.")] = None,
+    out_file: Annotated[Path | None, typer.Option("--out", help="Also keep the executed copy here.")] = None,
+) -> None:
+    """Execute notebooks; each is a run in MLflow with all that produced it."""
+    if all_ == (notebook is not None):
+        raise SpecDecError("Name one notebook, or give --all: specdec run 00_quickstart, or specdec run --all.")
+    if all_ and (parameter or out_file):
+        raise SpecDecError("-p and --out belong to one notebook: name it instead of --all.")
+    from .run import run_all, run_notebook
+
+    seconds = timeout * 60 if timeout else None
+    if all_:
+        results = run_all(profile, timeout_s=seconds)
+    else:
+        with out.status(f"{notebook} ({profile})"):
+            results = [run_notebook(str(notebook), profile, parameter or (), out=out_file, timeout_s=seconds)]
+    _report(results)
+    raise typer.Exit(max(result.exit_code for result in results))
+
+
+def _report(results: list[RunResult]) -> None:
+    """A table of the runs, where to look, and for each that failed its one line on stderr."""
+    from .store import open_store
+    from .ui import links, run_link
+
+    store = open_store()
+    table = Table("notebook", "status", "minutes", "finding", title="Runs")
+    for result in results:
+        colour = "green" if result.status == "FINISHED" else "red"
+        note = result.note if result.status == "FINISHED" else "see below"
+        table.add_row(result.notebook, f"[{colour}]{result.status}[/]", f"{result.seconds / 60:.1f}", note)
+    out.print(table)
+    out.print("Where to look: [bold]make ui[/] (or specdec ui), then", soft_wrap=True)
+    out.print(f"  all runs: {dict(links(store))['all runs']}", soft_wrap=True)
+    for result in results:
+        out.print(f"  {result.notebook}: {run_link(store, result.run_id)}", soft_wrap=True)
+        if result.status != "FINISHED":
+            err.print(f"{result.notebook} {result.status}: {result.note}", markup=False)
+
+
+@app.command()
+def ui(
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
+    print_: Annotated[bool, typer.Option("--print", help="Print the links and serve nothing.")] = False,
+) -> None:
+    """Serve the MLflow UI on 127.0.0.1 and print the links worth opening."""
+    from .store import open_store
+    from .ui import links, prepare, serve
+
+    store = open_store() if print_ else prepare(port)
+    for what, address in links(store, port):
+        out.print(f"{what}\n  {address}", soft_wrap=True, markup=False)
+    if not print_:
+        out.print("Ctrl-C ends it.")
+        serve(store, port)
+
+
+@app.command()
+def doctor() -> None:
+    """What this machine can do, and what to mend."""
+    from .doctor import report
+    from .store import open_store, reap
+
+    rows = list(report())
+    table = Table("", "what", "found", "to mend", title="specdec doctor")
+    for what, value, ok, mend in rows:
+        mark = {True: "[green]ok[/]", False: "[red]mend[/]", None: "-"}[ok]
+        table.add_row(mark, what, str(value), "" if ok else str(mend or ""))
+    out.print(table)
+    if orphans := reap(open_store()):
+        out.print(f"{len(orphans)} run(s) whose process had died are now marked KILLED.")
+    raise typer.Exit(int(any(ok is False for _, _, ok, _ in rows)))
+
+
+@model_app.command("fetch")
+def model_fetch() -> None:
+    """Fetch and convert the default target into the model cache; does nothing when it is there."""
+    from .models import fetch_default
+
+    out.print(f"default model: {fetch_default()}", soft_wrap=True, markup=False)
+
+
+def main() -> None:
+    """Entry point: an error that a user can mend is one line, without a traceback."""
+    try:
+        app()
+    except SpecDecError as error:
+        err.print(str(error), markup=False)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        err.print("interrupted")
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

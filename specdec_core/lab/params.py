@@ -1,0 +1,241 @@
+"""The parameters of each notebook: what may be set, of which type, within which bounds.
+
+The schema is the only list of names. ``specdec run``, ``papermill --engine specdec`` and the notebook itself
+check against it, so a misspelt key is an error everywhere and never a default used in silence.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_origin
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ..errors import SpecDecError
+from .store import project_root
+
+Drafter = Literal["prompt_lookup", "model", "self"]
+Gamma = Annotated[int, Field(ge=1, le=64)]
+PROMPT = (
+    "Rewrite this note in the past tense: The harbour master keeps a diary of every ship that comes in. "
+    "Every ship that comes in has a name, a flag and a captain, and the harbour master writes the name, the flag "
+    "and the captain in the diary. When the wind turns north, the harbour master closes the gate and counts the "
+    "ships again."
+)
+
+
+class NotebookParams(BaseModel):
+    """Strict: no unknown keys, no silent conversion ("4" is not 4, yes is not a name)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
+
+    pair: str = Field("params/models/smollm2.yaml", min_length=1)
+    drafter: Drafter = "prompt_lookup"
+    temperature: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
+    seed: int = Field(0, ge=0, lt=2**63)
+    workload: str = Field("builtin", min_length=1)
+
+
+class QuickstartParams(NotebookParams):
+    """00_quickstart: one prompt through the five stages."""
+
+    prompt: str = Field(PROMPT, min_length=1)
+    max_new_tokens: int = Field(96, ge=1, le=4096)
+    gamma: Gamma = 4
+    top_k: int = Field(0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    timed_prompts: int = Field(6, ge=1, le=1000)
+    traces: int = Field(3, ge=0, le=100)
+
+
+class TheoryParams(NotebookParams):
+    """01_theory_proof: the law enumerated exactly, then predicted and measured on the pair."""
+
+    vocab_max: int = Field(4, ge=3, le=6)
+    gamma_max: int = Field(3, ge=1, le=4)
+    laws: int = Field(20, ge=1, le=1000)
+    samples: int = Field(4000, ge=100, le=1_000_000)
+    prompts: int = Field(6, ge=1, le=1000)
+    max_new_tokens: int = Field(48, ge=1, le=4096)
+    gammas: list[Gamma] = Field([1, 2, 4, 6], min_length=1)
+    temperature: float = Field(0.7, ge=0, le=10, allow_inf_nan=False)
+
+
+NOTEBOOKS: dict[str, type[NotebookParams]] = {
+    "00_quickstart": QuickstartParams,
+    "01_theory_proof": TheoryParams,
+}
+
+
+def load_profile(notebook: str, profile: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Every parameter of ``notebook``: the schema's defaults, then the profile's file, then ``key=value`` overrides.
+
+    Raises:
+        SpecDecError: no such notebook or profile, unreadable YAML, an unknown key or a value that does not fit.
+    """
+    schema = _schema(notebook)
+    values = read_profile(notebook, profile)
+    values |= dict(_override(notebook, schema, text) for text in overrides)
+    return check(notebook, values).model_dump()
+
+
+def check(notebook: str, values: Mapping[str, Any]) -> NotebookParams:
+    """``values`` as the notebook's parameters; the error names key, value, what is expected and what is allowed."""
+    schema = _schema(notebook)
+    try:
+        return schema.model_validate(dict(values))
+    except ValidationError as error:
+        raise SpecDecError(f"{notebook}: " + "; ".join(_complaint(schema, e) for e in error.errors())) from None
+
+
+def validated(notebook: str, namespace: Mapping[str, Any]) -> NotebookParams:
+    """The notebook's parameters, read from its own globals. Called in the cell after the parameters.
+
+    papermill injects a misspelt parameter as one more global, so a global that the notebook does not know is an
+    error. When nobody else owns a run yet, one is opened and marked FAILED: bad input leaves a trace as well.
+    """
+    schema = _schema(notebook)
+    known = {name: namespace[name] for name in schema.model_fields if name in namespace}
+    try:
+        return check(notebook, known | {name: namespace[name] for name in _strangers(schema, namespace)})
+    except SpecDecError as error:
+        if "get_ipython" in namespace and not os.environ.get("MLFLOW_RUN_ID"):
+            from .lineage import record_failure
+
+            record_failure(notebook, error)
+        raise
+
+
+def read_profile(notebook: str, profile: str) -> dict[str, Any]:
+    """The keys that ``params/<notebook>/<profile>.yaml`` sets, not yet checked."""
+    folder = project_root() / "params" / notebook
+    path = folder / f"{profile}.yaml"
+    if not path.is_file():
+        there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
+        raise SpecDecError(f"{notebook} has no profile '{profile}': choose one of {there} (in params/{notebook}).")
+    return read_yaml(path)
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file of keys and values. The message of an error names file and line."""
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise SpecDecError(f"{path.name} cannot be read ({error}): check the file.") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"{path.parent.name}/{path.name}" + (f" line {mark.line + 1}" if mark else "")
+        raise SpecDecError(f"{where} is not YAML ({getattr(error, 'problem', error)}): mend that line.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise SpecDecError(f"{path.parent.name}/{path.name} must hold lines of the form 'key: value'.")
+    return values
+
+
+def _schema(notebook: str) -> type[NotebookParams]:
+    if notebook not in NOTEBOOKS:
+        near = _nearest(notebook, list(NOTEBOOKS))
+        raise SpecDecError(f"Unknown notebook '{notebook}'{near}; there are {', '.join(NOTEBOOKS)}.")
+    return NOTEBOOKS[notebook]
+
+
+def _override(notebook: str, schema: type[NotebookParams], text: str) -> tuple[str, Any]:
+    """``key=value`` as typed on a command line. The field's type decides what the text means."""
+    key, equals, raw = text.partition("=")
+    key = key.strip()
+    if not equals or not key:
+        raise SpecDecError(f"-p {text}: write -p key=value; keys of {notebook}: {_keys(schema)}.")
+    field = schema.model_fields.get(key)
+    if field is None or field.annotation is str:
+        return key, raw
+    value: Any = raw
+    if get_origin(field.annotation) is list:
+        value = [part.strip() for part in raw.strip().strip("[]").split(",") if part.strip()]
+    try:
+        return key, TypeAdapter[Any](field.annotation or str).validate_python(value, strict=False)
+    except ValidationError:
+        return key, raw  # the schema says what is wrong with it
+
+
+def _strangers(schema: type[NotebookParams], namespace: Mapping[str, Any]) -> list[str]:
+    """Globals that look like parameters and are none.
+
+    On a kernel's first pass that is any public name with plain data. On a re-run by hand the globals hold
+    results of the earlier pass too; then only names set in the previous cell count, the parameter cell.
+    """
+    # In and Out, and what papermill itself injects on request, are no parameters of ours
+    others = [n for n in namespace if not n.startswith(("_", "PAPERMILL_")) and n not in {"In", "Out"}]
+    plain = (str, int, float, list, tuple, dict, type(None))  # imports and functions are no parameters
+    names = [n for n in others if n not in schema.model_fields and isinstance(namespace[n], plain)]
+    cells = list(namespace.get("In", []))[:-1]
+    if not any("validated(" in cell for cell in cells):
+        return names
+    return [name for name in names if name in _assigned(cells[-1])]
+
+
+def _assigned(source: str) -> set[str]:
+    import ast
+
+    try:
+        body = ast.parse(source).body
+    except SyntaxError:
+        return set()
+    targets = [t for node in body if isinstance(node, ast.Assign) for t in node.targets]
+    targets += [node.target for node in body if isinstance(node, ast.AnnAssign)]
+    return {target.id for target in targets if isinstance(target, ast.Name)}
+
+
+# --- messages ---------------------------------------------------------------------------------------------
+
+
+def _complaint(schema: type[NotebookParams], error: Any) -> str:
+    key, value = str(error["loc"][0]), error["input"]
+    if error["type"] == "extra_forbidden":
+        near = _nearest(key, list(schema.model_fields))
+        return f"unknown parameter '{key}' (= {value!r}){near}; allowed keys: {_keys(schema)}"
+    place = key + "".join(f"[{part}]" for part in error["loc"][1:])
+    hint = ""
+    if isinstance(value, str) and _is_number(value) and "float" in error["type"]:
+        hint = f" (YAML reads {value} as text: write {float(value)})"
+    elif isinstance(value, int | float) and "string" in error["type"]:
+        hint = " (put it in quotes; with papermill use -r)"
+    return f"{place} = {value!r} does not fit: must be {_expected(schema, key)}{hint}; allowed keys: {_keys(schema)}"
+
+
+def _expected(schema: type[NotebookParams], key: str) -> str:
+    """The field's type and bounds in words, read off its JSON schema."""
+    spec = schema.model_json_schema()["properties"][key]
+    if "enum" in spec:
+        return "one of " + ", ".join(spec["enum"])
+    words = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
+    name = words.get(spec["type"], spec["type"])
+    if spec["type"] == "array":
+        name, spec = "a list, each entry " + words[spec["items"]["type"]], spec["items"]
+    bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+    limits = [f"{word} {spec[bound]}" for bound, word in bounds.items() if bound in spec]
+    if spec.get("minLength"):
+        limits.append("not empty")
+    return " ".join([name, " and ".join(limits)]).strip()
+
+
+def _nearest(word: str, choices: list[str]) -> str:
+    close = difflib.get_close_matches(word, choices, n=1, cutoff=0.5)
+    return f": did you mean '{close[0]}'?" if close else ""
+
+
+def _keys(schema: type[NotebookParams]) -> str:
+    return ", ".join(schema.model_fields)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

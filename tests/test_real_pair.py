@@ -1,0 +1,100 @@
+"""The default pair, with real weights: greedy identity, bounded divergence in bfloat16, stops, the public API.
+
+``SPECDEC_FULL=1`` runs the identity on 60 questions of Spec-Bench, which takes about half an hour on two cores;
+otherwise a few built-in prompts are taken. ``SPECDEC_DATA`` names the folder that holds spec_bench_open.jsonl.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from specdec_core import generate, generate_batch, load_pair
+from specdec_core.identity import first_divergence
+from specdec_core.lab import workloads
+
+FULL = os.environ.get("SPECDEC_FULL") == "1"
+TOKENS = 48 if FULL else 24
+MOST_PROMPT_TOKENS = 1024
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return load_pair("smollm2")
+
+
+def questions():
+    data = workloads.data_dir()
+    if FULL:
+        if data is None:
+            pytest.skip("SPECDEC_FULL=1 needs SPECDEC_DATA, a folder with spec_bench_open.jsonl")
+        return workloads.prompts(data / "spec_bench_open.jsonl", limit=60)
+    return workloads.prompts("builtin", limit=4)
+
+
+def hugging_face(pair, ids, tokens):
+    inputs = torch.tensor([ids])
+    options = {"do_sample": False, "max_new_tokens": tokens, "attention_mask": torch.ones_like(inputs)}
+    with torch.inference_mode():
+        return pair.target.generate(inputs, **options)[0, len(ids) :].tolist()
+
+
+def test_greedy_output_is_ordinary_decoding_which_is_hugging_face_generate(pair):
+    """float32, prompt lookup and self-draft, γ in {1, 3, 5}: token for token."""
+    for row in questions().itertuples():
+        base = generate(pair, row.turns[0], max_new_tokens=TOKENS, speculate=False)
+        assert base.tokens == hugging_face(pair, base.prompt_tokens, TOKENS), row.id
+        for gamma in (1, 3, 5):
+            for drafter in ("prompt_lookup", "self"):
+                ours = generate(pair, base.prompt_tokens, max_new_tokens=TOKENS, gamma=gamma, drafter=drafter)
+                assert ours.tokens == base.tokens, (row.id, drafter, gamma)
+                if drafter == "self":
+                    assert ours.metrics["alpha_hat"] in (1.0, None), (row.id, gamma)
+
+
+def test_rows_of_a_ragged_batch_equal_their_own_runs(pair):
+    prompts = [turns[0] for turns in workloads.prompts("builtin", limit=3)["turns"]]
+    for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}):
+        common = {"max_new_tokens": 16, "gamma": 3, **options}
+        together = generate_batch(pair, prompts, seed=[5, 6, 7], **common)
+        for row, (prompt, seed) in enumerate(zip(prompts, (5, 6, 7), strict=True)):
+            assert together[row].tokens == generate_batch(pair, [prompt], seed=[seed], **common)[0].tokens
+
+
+def test_in_bfloat16_any_divergence_lies_within_a_few_units_in_the_last_place():
+    pair = load_pair("smollm2", dtype="bfloat16")
+    for row in workloads.prompts("builtin", limit=3).itertuples():
+        base = generate(pair, row.turns[0], max_new_tokens=32, speculate=False)
+        ours = generate(pair, row.turns[0], max_new_tokens=32, gamma=4)
+        split = first_divergence(pair.target, base.prompt_tokens, base.tokens, ours.tokens)
+        assert split is None or split.ulps <= 4, split
+
+
+def test_a_sampled_text_is_the_same_for_the_same_seed_and_another_for_another(pair):
+    options = {"max_new_tokens": 16, "temperature": 1.0, "gamma": 3}
+    prompt = "Tell me about lighthouses."
+    a, b, c = (generate(pair, prompt, seed=s, **options) for s in (1, 1, 2))
+    assert a.tokens == b.tokens != c.tokens
+
+
+def test_a_stop_string_of_the_real_tokenizer_ends_the_text_before_it(pair):
+    prompt = "Count from 1 to 20, separated by commas."
+    base = generate(pair, prompt, max_new_tokens=30, speculate=False)
+    stop = "\n4"
+    assert stop in base.text
+    assert stop not in [pair.tokenizer.decode([t]) for t in base.tokens], "the string spans two tokens"
+    out = generate(pair, prompt, max_new_tokens=30, stop=stop, drafter="self", gamma=5)
+    assert out.text == base.text[: base.text.index(stop)]
+    assert out.stop == "stop_string"
+    assert out.tokens == base.tokens[: len(out.tokens)]
+
+
+def test_the_models_own_eos_ends_the_text(pair):
+    out = generate(pair, "Answer with one word only: what colour is snow?", max_new_tokens=60)
+    assert out.stop == "eos"
+    assert out.tokens[-1] == pair.target.generation_config.eos_token_id
+    assert "<|im_end|>" not in out.text
