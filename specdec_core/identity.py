@@ -27,6 +27,22 @@ class Divergence:
     ulps: float
 
 
+ROUNDING = 4.0  # ulps that rounding alone may explain: two logits, each off by one or two
+
+
+def same_text(target: PreTrainedModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]) -> str:
+    """How two greedy outputs of one prompt compare, in words. AssertionError where rounding cannot explain it."""
+    if list(a) == list(b):
+        return f"all {len(a)} tokens are identical"
+    split = first_divergence(target, prompt, a, b)
+    if split is None:
+        raise AssertionError(f"one text has {len(a)} tokens, the other goes on to {len(b)}")
+    if split.ulps > ROUNDING:
+        raise AssertionError(f"the texts part where rounding cannot explain it: {split}")
+    where = f"where two logits lie {split.ulps:.1f} units in the last place apart"
+    return f"identical up to token {split.position}, {where}"
+
+
 @torch.inference_mode()
 def first_divergence(
     target: PreTrainedModel, prompt: Sequence[int], a: Sequence[int], b: Sequence[int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -38,7 +39,27 @@ def tiny_llama(
     return LlamaForCausalLM(config).eval()
 
 
-__all__ = ["NoTokenizer", "ScriptedDrafter", "TableModel", "block", "decode", "iid", "pair_of", "tiny_llama"]
+__all__ = [
+    "NoTokenizer",
+    "ScriptedDrafter",
+    "TableModel",
+    "block",
+    "decode",
+    "iid",
+    "noisy_copy",
+    "pair_of",
+    "tiny_llama",
+]
+
+
+def noisy_copy(model: LlamaForCausalLM, noise: float = 0.03, seed: int = 0) -> LlamaForCausalLM:
+    """A draft that agrees now and then."""
+    torch.manual_seed(seed)
+    draft = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += noise * torch.randn_like(weight)
+    return draft
 
 
 class NoTokenizer:
@@ -47,7 +68,7 @@ class NoTokenizer:
     chat_template = None
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
-        return "".join(chr(97 + i % 26) for i in ids)
+        return "".join(chr(48 + i) for i in ids)
 
 
 def pair_of(target: PreTrainedModel, draft: PreTrainedModel | None = None) -> Pair:

@@ -12,13 +12,16 @@ _LIMIT = 7900  # characters; MLflow cuts tags at 8000
 
 
 def compose(name: str, tags: Mapping[str, str], status: str, added: str = "") -> str:
-    """The note anew: a header made from the run's tags, the findings so far, and ``added`` below them."""
-    findings = tags.get(TAG, "").partition(_RULE)[2]
-    body = "\n\n".join(part for part in (findings, added) if part)
-    return (_header(name, tags, status) + _RULE + body)[:_LIMIT]
+    """The note anew: the findings so far with ``added`` below them, then facts made from the run's tags.
+
+    The UI folds a note after a few lines, so what was found stands first.
+    """
+    findings, rule, _ = tags.get(TAG, "").partition(_RULE)
+    body = "\n\n".join(part for part in (findings if rule else "", added) if part)
+    return (body + _RULE + _facts(name, tags, status))[:_LIMIT]
 
 
-def _header(name: str, tags: Mapping[str, str], status: str) -> str:
+def _facts(name: str, tags: Mapping[str, str], status: str) -> str:
     facts = [f"{key} `{tags[key]}`" for key in ("pair", "drafter", "gamma", "profile") if key in tags]
     lines = [f"**{name}** {status}", " · ".join([*facts, hardware_line()])]
     if "error" in tags:

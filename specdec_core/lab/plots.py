@@ -48,13 +48,10 @@ def style() -> None:
     )
 
 
-def show() -> None:
-    """Show what was drawn, from inside a widget."""
-    plt.show()
-
-
 def finish(figure: Figure, run_id: str) -> Figure:
     """Put the run id below the picture, so that a copy can be traced."""
+    figure.canvas.draw()  # settles the layout, which would otherwise make room for the line inside the picture
+    figure.set_layout_engine("none")
     figure.text(1.0, -0.01, f"run {run_id}", ha="right", va="top", fontsize=7, color="#888888")
     return figure
 
@@ -197,6 +194,12 @@ def walltime_slider(alpha: float, c: float, gamma: int) -> Figure:
     )
     axes.set_xticks(range(0, 21, 2))
     return figure
+
+
+def redraw_walltime(alpha: float = 0.6, c: float = 0.2, gamma: int = 8) -> None:
+    """Draw and show :func:`walltime_slider`: what a widget calls."""
+    walltime_slider(alpha, c, gamma)
+    plt.show()
 
 
 def prediction(

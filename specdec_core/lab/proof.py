@@ -109,7 +109,8 @@ def sample_laws(rows: int, false_alarm: float = 1e-6, seed: int = 0) -> pd.DataF
     """Run the whole loop ``rows`` times a rule, on p = (.5, .3, .2) and q = (.2, .3, .5), and test the second token.
 
     The table says what came out, the p-value, and the power: the probability that this test, at this size and
-    false-alarm rate, notices the law that this loop truly has (which enumeration tells).
+    false-alarm rate, notices the law that this loop truly has (which enumeration tells). The exact rule has none:
+    there is nothing to notice.
     """
     p, q = [0.5, 0.3, 0.2], torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
     constant: Callable[[Sequence[float]], Law] = lambda law: lambda prefix: torch.tensor(law, dtype=torch.float64)  # noqa: E731
@@ -131,7 +132,7 @@ def sample_laws(rows: int, false_alarm: float = 1e-6, seed: int = 0) -> pd.DataF
                 "emitted": " ".join(f"{c / rows:.3f}" for c in counts),
                 "enumerated law": " ".join(f"{x:.3f}" for x in law),
                 "p-value": value,
-                "power": power_against(p, law, rows, false_alarm),
+                "power": None if loop.exact else power_against(p, law, rows, false_alarm),
                 "caught": value < false_alarm,
                 "should be caught": not loop.exact,
             }
@@ -227,6 +228,32 @@ def measured(
             }
         )
     return pd.DataFrame(rows), outputs
+
+
+def side_by_side(told: pd.DataFrame, seen: pd.DataFrame) -> pd.DataFrame:
+    """Prediction and measurement by γ, with columns for people."""
+    both = told.merge(seen, on="gamma")
+    return pd.DataFrame(
+        {
+            "γ": both["gamma"],
+            "α predicted": both["alpha"],
+            "α measured": both["alpha_hat"],
+            "tokens a pass, along the text": both["along_the_text"],
+            "with a constant α": both["constant_alpha"],
+            "measured": both["tokens_per_pass"],
+            "95 % interval": [f"{low:.2f} to {high:.2f}" for low, high in zip(both["low"], both["high"], strict=True)],
+        }
+    )
+
+
+def worst_error(predicted: pd.Series, seen: pd.DataFrame) -> float:
+    """Largest relative error of a prediction of tokens per pass, over γ."""
+    return float(np.abs(predicted.to_numpy() / seen["tokens_per_pass"].to_numpy() - 1).max())
+
+
+def p_text(value: float) -> str:
+    """A p-value for a table."""
+    return "below 1e-100" if value < 1e-100 else f"{value:.1e}"
 
 
 def intervals(table: pd.DataFrame) -> list[Interval]:

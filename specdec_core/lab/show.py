@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import html
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
+import pandas as pd
+from pandas.io.formats.style import Styler
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
@@ -66,6 +68,14 @@ def facts(pair: Pair) -> str:
         words.append(f"draft `{known.get('draft_ref', type(pair.draft).__name__)}`")
     words += [f"{key} `{known[key]}`" for key in ("dtype", "device", "attn_implementation", "threads") if key in known]
     return f"**{pair.name}**: " + ", ".join(words).replace("attn_implementation", "attention")
+
+
+def table(rows: pd.DataFrame, **formats: Any) -> Styler:
+    """A table for a notebook: text to the left, no index, numbers in the given formats."""
+    words = pd.Index([c for c in rows.columns if not pd.api.types.is_numeric_dtype(rows[c])])
+    styled = rows.style.hide(axis="index").set_properties(subset=words, **{"text-align": "left"})
+    styled = styled.set_table_styles([{"selector": "th", "props": "text-align: left"}])  # type: ignore[list-item]
+    return styled.format(precision=3, na_rep="–").format(formats, na_rep="–")
 
 
 def as_html(pieces: list[Piece]) -> str:

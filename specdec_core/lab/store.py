@@ -26,14 +26,7 @@ if TYPE_CHECKING:
 EXPERIMENT = "specdec"
 # MLflow's run table shows no result at first. It can be given a view by name, kept as a tag of the experiment.
 TABLE_VIEW = "specdec"
-_TABLE_COLUMNS = (
-    "tags.`finding`",
-    "metrics.`speed_ratio`",
-    "tags.`pair`",
-    "tags.`drafter`",
-    "tags.`gamma`",
-    "tags.`profile`",
-)
+_TABLE_COLUMNS = ("tags.`finding`", "metrics.`speed_ratio`", "tags.`profile`")
 MIN_FREE_BYTES = 32 * 2**20
 _RESERVE_BYTES = 4 * 2**20
 _LOCK_SECONDS = 120.0
@@ -199,7 +192,8 @@ def _client(uri: str) -> MlflowClient:
 
 
 def _view_tag() -> dict[str, str]:
-    view = {"selectedColumns": list(_TABLE_COLUMNS), "columnWidths": {"run_name": 330, "tags.`finding`": 520}}
+    widths = {"tags.`finding`": 560}
+    view = {"selectedColumns": list(_TABLE_COLUMNS), "columnOrder": list(_TABLE_COLUMNS), "columnWidths": widths}
     return {f"mlflow.sharedViewState.{TABLE_VIEW}": json.dumps(view)}
 
 

@@ -1,0 +1,141 @@
+"""What people read of a generation says what the records say."""
+
+from __future__ import annotations
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+import pandas as pd
+import pytest
+from kit import noisy_copy, pair_of, tiny_llama
+from rich.console import Console
+
+from specdec_core import generate
+from specdec_core.identity import same_text
+from specdec_core.lab import plots, proof, show, stages
+from specdec_core.lab.measure import interleaved, ratios_by_prompt, verdict
+from specdec_core.lab.stats import Interval
+
+PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    target = tiny_llama(3)
+    return pair_of(target, noisy_copy(target))
+
+
+@pytest.fixture(scope="module")
+def output(pair):
+    return generate(pair, PROMPT, max_new_tokens=40, gamma=4)
+
+
+def test_the_story_holds_every_emitted_token_in_order_and_each_rejection(pair, output):
+    pieces = show.story(output, pair)
+    kept = [p.text for p in pieces if p.kind != "rejected"]
+    assert kept == [pair.tokenizer.decode([t]) for t in output.tokens]
+    rejected = [p for p in pieces if p.kind == "rejected"]
+    assert len(rejected) == sum(r.rejected for r in output.records) > 0
+    assert all(p.instead and p.instead != p.text for p in rejected), "greedy: the target preferred another token"
+    kinds = [p.kind for p in pieces]
+    for i, kind in enumerate(kinds):
+        if kind == "rejected":
+            assert kinds[i + 1] == "resampled"
+
+
+def test_the_html_escapes_what_a_model_writes():
+    pieces = [show.Piece(1, "<script>alert(1)</script>", "accepted"), show.Piece(1, "a\nb", "rejected", "<b>")]
+    page = show.as_html(pieces)
+    assert "<script>" not in page
+    assert "&lt;script&gt;" in page
+    assert "target preferred &#x27;&lt;b&gt;&#x27;" in page
+
+
+def test_terminal_text_keeps_square_brackets_that_rich_would_read_as_markup():
+    console = Console(record=True, width=80, force_terminal=False)
+    console.print(show.as_rich([show.Piece(0, "[red]list[0]", "accepted")]))
+    assert "[red]list[0]" in console.export_text()
+
+
+def test_the_stage_table_names_the_five_stages_and_counts_what_the_record_counts(pair, output):
+    record = stages.telling_pass(output)
+    assert record.accepted
+    assert record.rejected
+    table = stages.stage_table(output, pair, record, greedy=True)
+    assert table["stage"].tolist() == ["draft", "score", "accept", "resample", "repeat"]
+    assert f"{record.accepted} of {record.verified} kept" in table["shows that it was valid"][2]
+    assert "min(1, p/q)" not in table.to_string()
+    assert "min(1, p/q)" in stages.stage_table(output, pair, record, greedy=False).to_string()
+    held = record.context + len(record.emitted) - 1
+    assert f"rewound to {held}" in table["changed"][4]
+
+
+def test_reading_backwards_names_the_token_that_was_turned_down(pair, output):
+    slow = max(output.records, key=lambda r: r.rejected)
+    text = stages.read_backwards(output, pair)
+    assert "slowest" in text
+    only = type(output)("", PROMPT, "", output.tokens, None, [output.records[0], slow])
+    assert "turned down" in stages.read_backwards(only, pair)
+    assert "Only the prefill ran" in stages.read_backwards(
+        type(output)("", PROMPT, "", [1], None, output.records[:1]), pair
+    )
+
+
+def test_same_text_says_identical_or_raises_where_rounding_is_no_excuse(pair, output):
+    base = generate(pair, PROMPT, max_new_tokens=40, speculate=False)
+    assert same_text(pair.target, PROMPT, base.tokens, output.tokens) == "all 40 tokens are identical"
+    wrong = [*output.tokens[:5], (output.tokens[5] + 1) % 64, *output.tokens[6:]]
+    with pytest.raises(AssertionError, match="position=5"):
+        same_text(pair.target, PROMPT, base.tokens, wrong)
+    with pytest.raises(AssertionError, match="goes on"):
+        same_text(pair.target, PROMPT, base.tokens, output.tokens[:-1])
+
+
+def test_interleaved_runs_every_arm_once_a_prompt_and_rotates_who_is_first(pair):
+    calls = []
+
+    def arm(name):
+        def run(prompt):
+            calls.append((name, prompt))
+            return generate(pair, PROMPT, max_new_tokens=6, speculate=name == "b", diagnostics=False)
+
+        return run
+
+    times, outputs = interleaved({"a": arm("a"), "b": arm("b")}, ["x", "y", "z"])
+    assert calls == [("a", "x"), ("b", "x"), ("b", "y"), ("a", "y"), ("a", "z"), ("b", "z")]
+    assert len(outputs["a"]) == len(outputs["b"]) == 3
+    assert len(ratios_by_prompt(times, "b", "a")) == 3
+    assert (times["tokens"] == 6).all()
+
+
+def test_a_verdict_needs_the_whole_interval_on_one_side():
+    assert verdict(Interval(1.2, 1.1, 1.3)) == "Speculation pays"
+    assert verdict(Interval(0.9, 0.8, 0.99)) == "Speculation does not pay"
+    assert verdict(Interval(1.2, 0.99, 1.3)).startswith("Undecided")
+
+
+def test_every_figure_has_a_headline_units_on_its_axes_and_its_run_id(pair, output):
+    rows = [{"rule": "token", "exact": True, "error": 0.0}, {"rule": "wrong", "exact": False, "error": 0.1}]
+    drawn = {
+        "blocks": plots.block_map(output, pair, "finding"),
+        "stages": plots.stage_bars({"ordinary": output}, "finding"),
+        "laws": plots.law_errors(rows, "finding"),
+        "curves": plots.theory_curves("finding"),
+        "ratios": plots.ratios([0.9, 1.2], ["a", "b"], Interval(1.05, 0.9, 1.2), "finding"),
+        "prediction": plots.prediction([1, 2], [Interval(1.2, 1, 1.4)] * 2, {"x": [1.1, 1.2]}, "finding", "note"),
+    }
+    for name, figure in drawn.items():
+        plots.finish(figure, "0123abcd")
+        assert figure.get_suptitle() == "finding", name
+        assert any("run 0123abcd" in t.get_text() for t in figure.texts), name
+        if name != "blocks":
+            assert all(axes.get_xlabel() for axes in figure.axes), name
+    plots.plt.close("all")
+
+
+def test_tables_show_missing_values_as_a_dash_and_format_p_values():
+    table = pd.DataFrame({"rule": ["a"], "power": [float("nan")], "p": [0.0]})
+    page = show.table(table, p=proof.p_text).to_html()
+    assert "–" in page
+    assert "below 1e-100" in page
