@@ -184,7 +184,9 @@ def test_ui_prints_the_views_and_the_newest_runs(
     assert specdec(monkeypatch, "ui", "--print", "--port", "5055") == 0
     said = capsys.readouterr().out
     base = f"http://127.0.0.1:5055/#/experiments/{run.store.experiment_id}"
-    assert f"{base}/runs?workflowType=machine_learning\n" in said
+    assert f"{base}/runs?workflowType=machine_learning&viewStateShareKey=specdec\n" in said
+    tags = run.store.client.get_experiment(run.store.experiment_id).tags
+    assert "tags.`finding`" in tags["mlflow.sharedViewState.specdec"], "the view that the link names exists"
     assert "compareRunsMode=CHART" in said
     assert f"{base}/runs/{run.id}" in said
 
