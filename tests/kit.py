@@ -23,20 +23,10 @@ def tiny_llama(
 ) -> LlamaForCausalLM:
     """A random Llama with a cache that matters; ``scale`` sets how sure of itself it is."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=context,
-        initializer_range=scale,
-        eos_token_id=None,
-        bos_token_id=None,
-        **kwargs,
-    )
-    return LlamaForCausalLM(config).eval()
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    ids = {"eos_token_id": None, "bos_token_id": None}
+    sizes = {"num_key_value_heads": 2, "vocab_size": vocab, "max_position_embeddings": context}
+    return LlamaForCausalLM(LlamaConfig(**(shape | sizes | ids | {"initializer_range": scale} | kwargs))).eval()
 
 
 __all__ = [

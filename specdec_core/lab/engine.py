@@ -157,8 +157,8 @@ def _ipc() -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _stops_are_exceptions() -> Iterator[None]:
-    """SIGTERM ends the run as Ctrl-C does. So does the death of the launcher: nobody would end the run then."""
+def sigterm_interrupts() -> Iterator[None]:
+    """Treat SIGTERM as Ctrl-C, so that whoever is stopped still ends its run. Signals reach the main thread only."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -167,12 +167,19 @@ def _stops_are_exceptions() -> Iterator[None]:
         raise KeyboardInterrupt(signal.Signals(number).name)
 
     before = signal.signal(signal.SIGTERM, stop)
-    if os.environ.get(LAUNCHER) == str(os.getppid()):
-        threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+@contextlib.contextmanager
+def _stops_are_exceptions() -> Iterator[None]:
+    """A stop ends the run as an error does; so does the death of the launcher: nobody would end the run then."""
+    with sigterm_interrupts():
+        if os.environ.get(LAUNCHER) == str(os.getppid()):
+            threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+        yield
 
 
 def _end_with(launcher: int) -> None:

@@ -24,7 +24,7 @@ import psutil
 import yaml
 
 from ..errors import SpecDecError
-from .engine import LAUNCHER
+from .engine import LAUNCHER, sigterm_interrupts
 from .executed import attach_executed, cell_error
 from .lineage import Run, describe, one_line, open_run, verdict
 from .masking import mask
@@ -67,7 +67,7 @@ def run_notebook(
     """
     source = find_notebook(name)
     began, exit_code = time.monotonic(), 0
-    with _sigterm_interrupts():
+    with sigterm_interrupts():
         run = open_run(name, notebook=name, parent=parent, tags={"profile": profile, "arguments": " ".join(overrides)})
         executed = _executed_folder(run) / f"{name}.ipynb"
         status, error = "FINISHED", ""
@@ -210,23 +210,6 @@ def _conclude(run: Run, executed: Path, out: Path | None, status: str, error: st
             status, error = verdict(fault)
     run.end(status, error)
     return status, error
-
-
-@contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Treat SIGTERM as Ctrl-C, so that a stopped launcher still ends its run."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 @contextlib.contextmanager

@@ -21,16 +21,6 @@ from specdec_core.lab.run import RunResult
 from specdec_core.lab.store import open_store
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("warm")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECDEC_ROOT", str(folder))
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        open_store()
-    return folder
-
-
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path) -> Path:
     shutil.copytree(warm / "mlruns", tmp_path / "mlruns")

@@ -22,8 +22,9 @@ import pytest
 import torch
 import yaml
 from huggingface_hub import errors as hub_errors
+from kit import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from specdec_core import SpecDecError
 from specdec_core.lab import convert
@@ -45,21 +46,7 @@ def one_line(error: pytest.ExceptionInfo[SpecDecError]) -> str:
 
 
 def tiny_model(vocab: int = 12, seed: int = 0) -> LlamaForCausalLM:
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocab,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        tie_word_embeddings=True,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=2,
-    )
-    return LlamaForCausalLM(config).eval()
+    return tiny_llama(seed, vocab, scale=0.02, tie_word_embeddings=True, bos_token_id=1, eos_token_id=2, pad_token_id=2)
 
 
 def tiny_folder(folder: Path, words: list[str] | None = None, vocab: int = 12, seed: int = 0) -> Path:

@@ -25,16 +25,6 @@ LAUNCH = [sys.executable, "-m", "specdec_core.lab.cli", "run", "00_quickstart", 
 pytestmark = pytest.mark.slow  # each starts processes and kernels
 
 
-@pytest.fixture(scope="module")
-def warm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("warm")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECDEC_ROOT", str(folder))
-        patch.delenv("MLFLOW_TRACKING_URI", raising=False)
-        open_store()
-    return folder
-
-
 @pytest.fixture
 def root(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, warm: Path) -> Path:
     folder = tmp_path_factory.mktemp("project")
