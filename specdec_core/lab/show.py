@@ -133,7 +133,8 @@ def show_generate(
     common = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     speculative = generate(models, prompt, gamma=gamma, drafter=drafter, max_new_tokens=max_new_tokens, **common)  # type: ignore[arg-type]
     title = f"{models.name}, drafter {drafter or models.drafter}, γ = {gamma}, temperature {temperature:g}"
-    console.print(Panel(as_rich(story(speculative, models)), title=title, subtitle=legend(), padding=(1, 2)))
+    console.print(Panel(as_rich(story(speculative, models)), title=title, padding=(1, 2)))
+    console.print(legend())
     outputs = {"speculative": speculative}
     if baseline:
         outputs["ordinary"] = generate(models, prompt, max_new_tokens=max_new_tokens, speculate=False, **common)  # type: ignore[arg-type]
