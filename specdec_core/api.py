@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import record
 from .caches import context_limit
 from .drafters import Drafter, ModelDrafter, PromptLookupDrafter
-from .errors import SpecDecError
+from .errors import SpecDecError, number, whole
 from .loop import Request, Settings, ordinary_decoding, speculative_decoding
 from .record import StepRecord
 from .sampling import RequestRandom, SamplingPolicy
@@ -135,15 +137,24 @@ def generate_batch(
     Raises:
         SpecDecError: with one line that says what is wrong and how to mend it.
     """
+    warn_of_unapplied(pair)
     policy = SamplingPolicy(temperature, top_k, top_p, min_p)
+    number("confidence", confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
+    if draft_timeout is not None:
+        number("draft_timeout", draft_timeout, lambda s: s > 0, "seconds above 0, or None")
     stops = make_stops(pair, stop, eos)
-    settings = Settings(_whole("gamma", gamma, 1), policy, stops, None, draft_timeout, diagnostics)
-    requests = make_requests(pair, prompts, _whole("max_new_tokens", max_new_tokens, 0), seed, chat)
+    settings = Settings(whole("gamma", gamma, 1, 1024), policy, stops, None, draft_timeout, diagnostics)
+    requests = make_requests(pair, prompts, whole("max_new_tokens", max_new_tokens, 0, 2**31), seed, chat)
     if not speculate:
         return collect(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
     chosen = drafter if drafter is not None else pair.drafter
     if isinstance(chosen, str):
         chosen = pair.make_drafter(chosen, policy, confidence)
+    elif isinstance(chosen, type) or not all(hasattr(chosen, m) for m in ("start", "propose", "commit")):
+        raise SpecDecError(
+            f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object with "
+            "start, propose and commit."
+        )
     return collect(pair, requests, speculative_decoding(pair.target, requests, chosen, settings), stops)
 
 
@@ -157,12 +168,45 @@ def collect(pair: Pair, requests: list[Request], steps: Iterator[list[StepRecord
     ]
 
 
+# Settings of a model's generation_config that Hugging Face ``generate`` applies by itself, and what switches them off.
+_PROCESSORS = (
+    "repetition_penalty",
+    "no_repeat_ngram_size",
+    "bad_words_ids",
+    "suppress_tokens",
+    "begin_suppress_tokens",
+    "min_length",
+    "min_new_tokens",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "exponential_decay_length_penalty",
+    "sequence_bias",
+    "guidance_scale",
+)
+_OFF: tuple[Any, ...] = (None, 0, 1, [])
+
+
+def warn_of_unapplied(pair: Pair) -> None:
+    """Warn once a pair of processors in the target's generation_config: output then differs from ``generate``'s."""
+    config = pair.target.generation_config
+    found = {name: getattr(config, name) for name in _PROCESSORS if getattr(config, name, None) not in _OFF}
+    if found and not pair.lineage.get("unapplied"):
+        named = ", ".join(f"{name}={value}" for name, value in found.items())
+        warnings.warn(f"The model's generation_config sets {named}; this loop does not apply that.", stacklevel=3)
+    pair.lineage["unapplied"] = sorted(found)
+
+
 def make_stops(pair: Pair, strings: str | Sequence[str] = (), eos: Sequence[int] | None = None) -> Stops:
     """The stops of a pair: its EOS ids, stop strings, and the target's context."""
     if eos is None:
         own = getattr(pair.target.generation_config, "eos_token_id", None)
         eos = [] if own is None else [own] if isinstance(own, int) else list(own)
-    texts = (strings,) if isinstance(strings, str) else tuple(strings)
+    if isinstance(eos, str) or not isinstance(eos, Iterable):
+        raise SpecDecError(f"eos={eos!r} is not possible: give a list of token ids, [] for none.")
+    eos = [whole("eos", i, 0, 2**31) for i in eos]
+    texts = (strings,) if isinstance(strings, str) else tuple(strings) if isinstance(strings, Iterable) else (None,)
+    if not all(isinstance(t, str) for t in texts):
+        raise SpecDecError(f"stop={strings!r} is not possible: give a text, or a list of texts.")
     if "" in texts:
         raise SpecDecError("stop='' would end every text at once: give a stop string with at least one character.")
     decode: Callable[[Sequence[int]], str] = lambda ids: str(pair.tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
@@ -177,10 +221,16 @@ def make_requests(
     chat: bool | None = None,
 ) -> list[Request]:
     """Tokenised requests, each with its own random stream; refuses empty and overlong prompts."""
-    if seed is None or isinstance(seed, int):
-        randoms = [RequestRandom(seed, i) for i in range(len(prompts))]
+    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
+        raise SpecDecError(f"prompts is a {type(prompts).__name__}: give a list with one prompt for each row.")
+    if seed is None or isinstance(seed, Integral):
+        randoms = [RequestRandom(_seed(seed), i) for i in range(len(prompts))]
+    elif isinstance(seed, (str, bytes)) or not isinstance(seed, Sequence):
+        raise SpecDecError(
+            f"seed={seed!r} is not possible: give a whole number, None, or a list with one for each prompt."
+        )
     elif len(seed) == len(prompts):
-        randoms = [RequestRandom(s) for s in seed]
+        randoms = [RequestRandom(_seed(s)) for s in seed]
     else:
         raise SpecDecError(f"{len(seed)} seeds for {len(prompts)} prompts: give one seed, or one for each prompt.")
     limit = context_limit(pair.target)
@@ -200,30 +250,52 @@ def encode(pair: Pair, prompt: Prompt, chat: bool | None = None) -> list[int]:
     if isinstance(prompt, str):
         if not prompt.strip():
             raise SpecDecError("The prompt is empty: give at least one word.")
-        if chat is None:
-            chat = bool(pair.tokenizer.chat_template)
-        if not chat:
-            return _ids(pair, pair.tokenizer(prompt)["input_ids"])
+        if not (bool(pair.tokenizer.chat_template) if chat is None else chat):
+            return _ids(pair, pair.tokenizer(_text(prompt))["input_ids"])
         prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
+        raise SpecDecError(
+            f"The prompt is a {type(prompt).__name__}: give a text, a list of messages, or a list of token ids."
+        )
     items: list[Any] = list(prompt)
     if items and isinstance(items[0], dict):
-        text = pair.tokenizer.apply_chat_template(items, tokenize=False, add_generation_prompt=True)
-        return _ids(pair, pair.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return _ids(pair, pair.tokenizer(_chat_text(pair, items), add_special_tokens=False)["input_ids"])
     return _ids(pair, items)
 
 
-def _ids(pair: Pair, raw: Any) -> list[int]:
-    ids = [int(i) for i in raw]
-    if not ids:
-        raise SpecDecError("The prompt has no tokens: give at least one.")
-    if not all(0 <= i < pair.vocab for i in ids):
+def _chat_text(pair: Pair, messages: list[Any]) -> str:
+    for i, m in enumerate(messages):
+        if not isinstance(m, dict) or not all(isinstance(m.get(key), str) for key in ("role", "content")):
+            raise SpecDecError(f"Message {i} of the prompt is {m!r}: give a dict with the texts 'role' and 'content'.")
+    if not pair.tokenizer.chat_template:
+        raise SpecDecError(f"The tokenizer of '{pair.name}' has no chat template: give a plain text, or chat=False.")
+    try:
+        text = pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise what their authors liked
         raise SpecDecError(
-            f"The prompt holds token ids outside 0..{pair.vocab - 1}: is it made with another tokenizer?"
-        )
-    return ids
+            f"The chat template refuses these messages ({error}): check their roles and order."
+        ) from error
+    return _text(str(text))
 
 
-def _whole(name: str, value: int, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise SpecDecError(f"{name}={value!r} is not possible: give a whole number of at least {least}.")
-    return value
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise SpecDecError(f"The prompt is no valid Unicode at character {error.start}: give UTF-8 text.") from None
+    return text
+
+
+def _ids(pair: Pair, raw: Any) -> list[int]:
+    if not raw:
+        raise SpecDecError("The prompt has no tokens: give at least one.")
+    for i in raw:
+        if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= int(i) < pair.vocab:
+            raise SpecDecError(
+                f"The prompt holds {i!r} where a token id from 0 to {pair.vocab - 1} belongs: is the tokenizer right?"
+            )
+    return [int(i) for i in raw]
+
+
+def _seed(value: Any) -> int | None:
+    return None if value is None else whole("seed", value, 0, 2**64 - 1)

@@ -158,8 +158,16 @@ class ModelCache:
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
-    """The most positions the model was made for, or None when its configuration names none."""
+    """The most positions the model was made for, or None when its configuration names none.
+
+    For a "longrope" model that is the length it was first trained for: beyond it the frequencies of *all* positions
+    depend on the furthest one in the pass, so that a draft or a neighbour in the batch would change a row's keys.
+    """
     config = model.config.get_text_config(decoder=True)
+    rope = getattr(config, "rope_parameters", None) or {}
+    if rope.get("rope_type") == "longrope":
+        original = rope.get("original_max_position_embeddings") or config.original_max_position_embeddings
+        return min(int(original), int(config.max_position_embeddings))
     for name in ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"):
         value = getattr(config, name, None)
         if isinstance(value, int) and value > 0:
@@ -179,6 +187,8 @@ def _layer_count(model: PreTrainedModel) -> int:
     with suppress(KeyError, AttributeError, TypeError, ValueError):
         kinds = DynamicCache(config=config).layers
     odd = sorted({type(layer).__name__ for layer in kinds if type(layer) is not DynamicLayer})
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        odd.append("local attention")  # GPT-Neo builds its window inside the layer, where no cache shows it
     if odd or not kinds or getattr(model, "_is_stateful", False):
         what = ", ".join(odd) or "a state that is not a key-value cache"
         raise SpecDecError(

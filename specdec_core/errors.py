@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any
+
 
 class SpecDecError(Exception):
     """Bad input or an impossible request.
@@ -13,3 +17,17 @@ class SpecDecError(Exception):
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"SpecDecError: {self}"]
+
+
+def whole(name: str, value: Any, least: int, most: int) -> int:
+    """``value`` as an int between the two; anything else (a bool, a float, a text) is refused by name."""
+    if isinstance(value, bool) or not isinstance(value, Integral) or not least <= int(value) <= most:
+        raise SpecDecError(f"{name}={value!r} is not possible: give a whole number from {least} to {most}.")
+    return int(value)
+
+
+def number(name: str, value: Any, fits: Callable[[float], bool], want: str) -> float:
+    """``value`` as a float that ``fits``; anything else is refused by name, saying what is wanted."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
+        raise SpecDecError(f"{name}={value!r} is not possible: give {want}.")
+    return float(value)

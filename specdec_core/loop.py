@@ -197,8 +197,9 @@ def draft(state: Decoding, guard: Guard) -> Block:
             proposal = guard.propose([r.committed for r in state.requests], asked, state.coins[:, 2:])
         tokens = proposal.tokens.clamp(0, guard.vocab - 1)
         q = one_hot(tokens, guard.vocab) if proposal.q is None else proposal.q
-        lengths = first_invalid(q, proposal.tokens, proposal.lengths.clamp(min=0))
-    failed = bool(guard.broken) or proposal.note == EMPTY_BLOCK
+        proposal.lengths = torch.minimum(proposal.lengths, torch.tensor(asked, device=state.device)).clamp(min=0)
+        lengths = first_invalid(q, proposal.tokens, proposal.lengths)
+    failed = max(asked) > 0 and (bool(guard.broken) or proposal.note == EMPTY_BLOCK)
     control = "degraded" if failed else "speculate" if tokens.shape[1] else "idle"
     return Block(proposal, asked, tokens, lengths, q, control, proposal.note)
 
@@ -285,7 +286,7 @@ class _Row:
 def _read(state: Decoding, block: Block, scores: Scores, count: Tensor, token: Tensor) -> list[_Row]:
     """Everything the host needs of a step, packed in one float64 tensor (exact for token ids) and read once."""
     g = block.tokens.shape[1]
-    sound = (~invalid_rows(scores.logits)).int().cumprod(1).sum(1)  # rows of the target before the first broken one
+    sound = (~invalid_rows(scores.ranking)).int().cumprod(1).sum(1)  # rows of the target before the first broken one
     head = [count, token, sound, block.proposal.lengths, block.lengths]
     parts = [torch.stack([c.double() for c in head], 1), block.tokens.double()]
     if state.settings.diagnostics:
@@ -377,6 +378,7 @@ def _last_token(first: bool, row: _Row, kept: int) -> LastToken:
         return "prefill"
     if kept <= row.count:
         return "accepted"  # a stop inside the accepted prefix
-    if row.verified == 0:
-        return "ordinary"
-    return "bonus" if row.count == row.verified else "resampled"
+    if row.count < row.verified:
+        return "resampled"
+    # After a block that was cut at an unsound row the next token is the target's own, and no bonus.
+    return "bonus" if 0 < row.verified == row.proposed else "ordinary"

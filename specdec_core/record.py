@@ -167,26 +167,26 @@ def accepted_over_drafted(records: Records) -> float | None:
 
 def acceptance_by_position(records: Records, kind: Literal["conditional", "joint"]) -> list[float | None]:
     """Acceptance at block position 1, 2, ...: given that the position was judged (``conditional``), or that the block
-    reached so far at all (``joint``: accepted at least i of the blocks with at least i tokens)."""
+    reached so far at all (``joint``: accepted at least i, of the blocks with at least i tokens). A block that a stop
+    cut inside its accepted prefix says nothing of the positions behind the stop, and is left out there."""
     steps = _speculative(records)
-    widest = max((r.verified for r in steps), default=0)
+    widest = max((len(r.draft_tokens) if r.rejected else r.verified for r in steps), default=0)
     result = []
     for i in range(1, widest + 1):
         kept = sum(r.accepted >= i for r in steps)
         if kind == "joint":
-            result.append(_ratio(kept, sum(r.verified >= i for r in steps)))
+            known = sum(r.verified >= i or (bool(r.rejected) and len(r.draft_tokens) >= i) for r in steps)
+            result.append(_ratio(kept, known))
         else:
             result.append(_ratio(kept, kept + sum(r.rejected and r.accepted == i - 1 for r in steps)))
     return result
 
 
 def seconds_by_stage(records: Records) -> dict[str, float]:
-    """Wall seconds by stage after the prefill, each pass counted once however many rows it served."""
-    total = dict.fromkeys(STAGES, 0.0)
-    for r in _decode(records):
-        for stage, s in r.seconds.items():
-            total[stage] += s / r.batch
-    return total
+    """Wall seconds by stage after the prefill. A pass that served several of the rows is counted once (its records
+    share ``started``), so one row of a batch has its own whole wall time."""
+    passes = {r.started: r.seconds for r in _decode(records)}
+    return {stage: sum(seconds[stage] for seconds in passes.values()) for stage in STAGES}
 
 
 def tokens_per_second(records: Records) -> float | None:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .errors import SpecDecError
+from .errors import number, whole
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,11 @@ class SamplingPolicy:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        rules = (
-            ("temperature", self.temperature >= 0 and np.isfinite(self.temperature), "0 (greedy) or a positive number"),
-            ("top_k", self.top_k >= 0 and int(self.top_k) == self.top_k, "0 (off) or a positive whole number"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1], where 1 is off"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1), where 0 is off"),
-        )
-        for name, ok, want in rules:
-            if not ok:
-                raise SpecDecError(f"{name}={getattr(self, name)} is not possible: give {want}.")
+        # Below 1e-6 logits divided by the temperature may leave float32; greedy is what was meant.
+        number("temperature", self.temperature, lambda t: t == 0 or 1e-6 <= t < np.inf, "0 (greedy) or at least 1e-6")
+        whole("top_k", self.top_k, 0, 2**31)
+        number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1], where 1 is off")
+        number("min_p", self.min_p, lambda p: 0 <= p < 1, "a number in [0, 1), where 0 is off")
 
     @property
     def greedy(self) -> bool:
@@ -42,6 +38,13 @@ class SamplingPolicy:
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def fit_vocabulary(logits: Tensor, vocab: int) -> Tensor:
+    """``[..., V']`` -> ``[..., vocab]``: surplus logits dropped, missing ones -inf. Done *before* a law is made of
+    them, so that the law lives on the target's vocabulary and sums to 1 there."""
+    logits = logits[..., :vocab]
+    return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 
 
 def distribution(logits: Tensor, policy: SamplingPolicy) -> Tensor:

@@ -44,10 +44,15 @@ class Stops:
         return kept, None
 
     def _string_in(self, output: list[int]) -> bool:
-        # A character takes at most four tokens, so the tail that could hold a just completed string is short.
-        tail = 4 * max(len(s) for s in self.strings) + 4
+        """Whether the end of ``output`` completes a stop string. Only a tail is decoded, long enough to hold one: a
+        character takes at most four tokens, but special tokens may take no text at all."""
         assert self.decode is not None
+        longest = max(len(s) for s in self.strings)
+        tail = 4 * longest + 4
         text = self.decode(output[-tail:])
+        while tail < len(output) and len(text) < longest + 1:
+            tail *= 2
+            text = self.decode(output[-tail:])
         return any(s in text for s in self.strings)
 
     def text(self, output: Sequence[int]) -> str:

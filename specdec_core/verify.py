@@ -63,14 +63,15 @@ def next_law(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, 
 def first_invalid(q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     """``lengths`` cut at the first draft row that cannot be trusted: ``[B]``.
 
-    A row is cut when it holds NaN, does not sum to 1, or its token lies outside the vocabulary or has q = 0.
+    A row is cut when it holds NaN or a negative number, does not sum to 1, or its token lies outside the vocabulary or
+    has q = 0.
     Cutting is exact: that position is then emitted from p, as if nothing had been drafted there.
     """
     if tokens.shape[1] == 0:
         return torch.zeros_like(lengths)
     safe = tokens.clamp(0, q.shape[-1] - 1)
     drawn = q.gather(-1, safe.unsqueeze(-1)).squeeze(-1)
-    good = ((q.sum(-1) - 1).abs() < 1e-3) & (drawn > 0) & (safe == tokens)
+    good = ((q.sum(-1) - 1).abs() < 1e-3) & (q.amin(-1) >= 0) & (drawn > 0) & (safe == tokens)
     return torch.minimum(lengths, good.int().cumprod(1).sum(1))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..caches import ModelCache
-from ..sampling import SamplingPolicy, distribution, draw
+from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary
 from .base import Proposal
 
 
@@ -38,11 +38,14 @@ class ModelDrafter:
         self.cache.rewind([min(have, n - 1) for have, n in zip(self.cache.lengths, lengths, strict=True)])
 
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
-        room = self._within_context(sequences, room)
+        room = self._possible(sequences, room)
         width = max(room)
         device = self.model.device
         if width == 0:
-            return Proposal.nothing(len(room), device, f"the draft's context of {self.cache.limit} tokens is full")
+            why = (
+                f"the draft's context of {self.cache.limit} tokens is full, or the text holds a token it does not know"
+            )
+            return Proposal.nothing(len(room), device, why)
         logits = self._catch_up(sequences, room)
         base = self.cache.lengths
         tokens, laws, beliefs = [], [], []
@@ -67,8 +70,11 @@ class ModelDrafter:
         drafted = [min(r, len(tokens)) for r in room]
         return Proposal(torch.stack(tokens, 1), lengths, q, drafted, torch.stack(beliefs, 1))
 
-    def _within_context(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> list[int]:
-        limit = self.cache.limit
+    def _possible(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> list[int]:
+        """Room by row, 0 where the draft cannot follow: its context is full, or a token is not in its vocabulary."""
+        limit, known = self.cache.limit, self.model.config.get_text_config(decoder=True).vocab_size
+        if known < self.vocab:
+            room = [r if r and max(s) < known else 0 for s, r in zip(sequences, room, strict=True)]
         if limit is None:
             return list(room)
         return [
@@ -84,8 +90,6 @@ class ModelDrafter:
 
     def _laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The law to draw from and the law at temperature 1, both ``[B, vocab]``."""
-        logits = logits[:, : self.vocab]
-        if logits.shape[1] < self.vocab:
-            logits = torch.nn.functional.pad(logits, (0, self.vocab - logits.shape[1]), value=-torch.inf)
+        logits = fit_vocabulary(logits, self.vocab)
         belief = distribution(logits, SamplingPolicy(temperature=1.0))
         return (belief if self.policy == SamplingPolicy(temperature=1.0) else distribution(logits, self.policy)), belief

@@ -16,7 +16,7 @@ import torch
 from ..api import Output, Pair
 from ..drafters import PromptLookupDrafter
 from ..errors import SpecDecError
-from ..sampling import SamplingPolicy, distribution
+from ..sampling import SamplingPolicy, distribution, fit_vocabulary
 from ..theory import expected_tokens
 
 
@@ -108,5 +108,4 @@ def _laws(model: torch.nn.Module, output: Output, policy: SamplingPolicy, vocab:
     """``[T, vocab]``: the model's law before each output token, from one pass over the whole text."""
     ids = torch.tensor([output.prompt_tokens + output.tokens], device=next(model.parameters()).device)
     logits = model(input_ids=ids, use_cache=False).logits[0, len(output.prompt_tokens) - 1 : -1]
-    law = distribution(logits, policy)[:, :vocab]
-    return torch.nn.functional.pad(law, (0, vocab - law.shape[1]))
+    return distribution(fit_vocabulary(logits, vocab), policy)

@@ -259,3 +259,35 @@ def test_accept_counts_follow_survival_when_the_coin_is_swept():
     count = accept(TOKEN, *big, lengths.expand(8000), coins)
     share = [(count >= n).double().mean().item() for n in (1, 2)]
     assert share == pytest.approx([0.625, 0.625 * 0.5], abs=2e-4)
+
+
+def test_a7_a_draft_row_with_negative_entries_is_no_law():
+    q = torch.tensor([[[2.0, -1.0, 0.0]]])
+    assert first_invalid(q, torch.tensor([[0]]), torch.tensor([1])).tolist() == [0]
+
+    def script(step, sequences, room):
+        proposal = one_hot_block(sequences, room, 0)
+        proposal.q = torch.tensor([2.0, -1.0, 0.0]).expand(*proposal.tokens.shape, 3)
+        return proposal
+
+    target = iid([0.5, 0.3, 0.2])
+    assert p_value(counts_of_second_token(target, ScriptedDrafter(script), 2, 3), [0.5, 0.3, 0.2]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("confidence", [0.45, 0.6])
+def test_a_confidence_stop_leaves_the_law(confidence):
+    """Stopping may look at the draft's law, not at the token drawn: then the law is the target's."""
+    target, draft = (
+        iid([0.5, 0.3, 0.2]),
+        TableModel(torch.tensor([[0.5, 0.3, 0.2], [0.2, 0.3, 0.5], [0.34, 0.33, 0.33]])),
+    )
+    drafter = ModelDrafter(draft, SamplingPolicy(1.0), 3, confidence=confidence)
+    assert p_value(counts_of_second_token(target, drafter, 3, 3), [0.5, 0.3, 0.2]) > FALSE_ALARM
+
+
+@pytest.mark.parametrize("vocab", [2, 5])
+def test_a_draft_with_another_vocabulary_size_leaves_the_law(vocab):
+    target = iid([0.5, 0.3, 0.2])
+    draft = iid([1 / vocab] * vocab)
+    drafter = ModelDrafter(draft, SamplingPolicy(1.0), 3)
+    assert p_value(counts_of_second_token(target, drafter, 3, 3), [0.5, 0.3, 0.2]) > FALSE_ALARM

@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import ScriptedDrafter, block, decode, tiny_llama
-from transformers import AutoModelForCausalLM, MambaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, GPTNeoConfig, MambaConfig, MistralConfig
 
 from specdec_core import SamplingPolicy, SpecDecError
-from specdec_core.caches import ModelCache
+from specdec_core.caches import ModelCache, context_limit
 from specdec_core.drafters import ModelDrafter, PromptLookupDrafter
 from specdec_core.loop import Settings
+from specdec_core.stops import Stops
 
 GREEDY = SamplingPolicy()
 SHORT, LONG = [7, 8, 9], [3, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -127,6 +128,29 @@ def test_c5_a_cache_that_cannot_be_rewound_is_refused_before_the_first_token_and
     for model in (mamba.eval(), sliding.eval()):
         with pytest.raises(SpecDecError, match=model.config.model_type):
             decode(model, [[1, 2, 3]], PromptLookupDrafter(), 5)
+
+
+def test_c5_a_window_that_hides_inside_the_layers_is_refused():
+    shape = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
+    config = GPTNeoConfig(window_size=16, attention_types=[[["global", "local"], 1]], **shape)
+    with pytest.raises(SpecDecError, match="gpt_neo"):
+        decode(AutoModelForCausalLM.from_config(config).eval(), [[1, 2, 3]], PromptLookupDrafter(), 5)
+
+
+def test_c5_rotary_frequencies_that_follow_the_longest_position_end_the_context_where_they_would_change():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [4.0] * 4, "factor": 8.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24, **factors}
+    target = tiny_llama(0, context=192, rope_parameters=rope)
+    assert context_limit(target) == 24
+    prompts = [[1, 2, 3, 4, 5, 6, 7, 8], [9, 10], [4] * 15]
+    settings = Settings(gamma=4, stops=Stops(context=context_limit(target)))
+    rows = decode(target, prompts, ModelDrafter(target, GREEDY, 64), 60, settings)
+    for row, prompt in zip(rows, prompts, strict=True):
+        theirs = target.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=24 - len(prompt), pad_token_id=0
+        )
+        assert row.output == theirs[0, len(prompt) :].tolist()
+        assert sum(r.rejected for r in row.records) == 0
 
 
 @pytest.mark.parametrize("seed", range(20))

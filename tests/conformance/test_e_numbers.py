@@ -110,6 +110,38 @@ def test_alpha_hat_is_censored_at_the_end_of_a_block_and_at_a_rejection():
     assert record.acceptance_by_position(records, "joint") == [1, 1, 0.5, 0.5, 0.5]
 
 
+def test_joint_acceptance_counts_a_rejected_block_at_every_position_it_had_whether_or_not_a_stop_followed():
+    rejected_at_1 = StepRecord(
+        **{**step(0, 1, accepted=0, verified=4, drafted=4).__dict__, "draft_tokens": (1, 2, 3, 4)}
+    )
+    then_eos = StepRecord(**{**rejected_at_1.__dict__, "verified": 1, "stop": "eos"})
+    for record_ in (rejected_at_1, then_eos):
+        assert record.acceptance_by_position([record_], "joint") == [0, 0, 0, 0]
+    stopped_inside = StepRecord(
+        **{**step(0, 2, accepted=2, verified=2, drafted=4).__dict__, "draft_tokens": (1, 2, 3, 4)}
+    )
+    assert record.acceptance_by_position([stopped_inside, rejected_at_1], "joint") == [0.5, 0.5, 0, 0]
+
+
+def test_a_block_cut_at_an_unsound_row_ends_with_the_targets_own_token_and_not_with_a_bonus():
+    import torch
+
+    target = tiny_llama()
+    (base,) = decode(target, [PROMPT], tokens=20)
+
+    def script(step, seqs, room):
+        proposal = block(base.output[len(seqs[0]) - len(PROMPT) :][: room[0]])
+        proposal.q = torch.nn.functional.one_hot(proposal.tokens, 64).float()
+        proposal.q[:, 1:] = torch.nan
+        return proposal
+
+    (ours,) = decode(target, [PROMPT], ScriptedDrafter(script), 20, Settings(gamma=4))
+    assert ours.output == base.output
+    cut = [r for r in ours.records if r.control == "degraded"]
+    assert cut
+    assert {(r.verified, r.accepted, r.last) for r in cut} == {(1, 1, "ordinary")}
+
+
 def test_stage_seconds_of_a_batch_are_counted_once():
     records = [step(0, 1), step(1, 1)]
     shared = [StepRecord(**{**r.__dict__, "batch": 2}) for r in records]

@@ -8,7 +8,6 @@ import pytest
 import torch
 from kit import ScriptedDrafter, block, decode, tiny_llama
 
-from specdec_core.drafters import Proposal
 from specdec_core.loop import Settings
 
 PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -18,71 +17,77 @@ def good(sequences, room):
     return block([1] * room[0])
 
 
-def raises(step, sequences, room):
-    if step == 3:
-        raise RuntimeError("out of memory\nwith a second line")
-    return good(sequences, room)
+def raises(proposal, room):
+    raise RuntimeError("out of memory\nwith a second line")
 
 
-def empty(step, sequences, room):
-    return block([]) if step == 3 else good(sequences, room)
+def changed(**fields):
+    """A fault that sets fields of the proposal to what the functions say."""
+
+    def fault(proposal, room):
+        for name, change in fields.items():
+            setattr(proposal, name, change(getattr(proposal, name)))
+        return proposal
+
+    return fault
 
 
-def wrong_shape(step, sequences, room):
-    proposal = good(sequences, room)
-    return Proposal(proposal.tokens[0], proposal.lengths, None, [1]) if step == 3 else proposal
-
-
-def wrong_q(step, sequences, room):
-    proposal = good(sequences, room)
-    if step == 3:
-        proposal.q = torch.ones(1, 1, 5)
+def mutates_room(proposal, room):
+    room[0] = 1000
     return proposal
 
 
-def floats(step, sequences, room):
-    proposal = good(sequences, room)
-    if step == 3:
-        proposal.tokens = proposal.tokens.float()
-    return proposal
-
-
-def outside_vocabulary(step, sequences, room):
-    proposal = good(sequences, room)
-    if step == 3:
-        proposal.tokens = proposal.tokens + 1000
-    return proposal
-
-
-def returns_none(step, sequences, room):
-    return None if step == 3 else good(sequences, room)
-
-
+# name: (fault at step 3, words of the reason, out of service for good)
 FAULTS = {
-    raises: ("draft raised: RuntimeError: out of memory", True),
-    empty: ("draft returned an empty block", False),
-    wrong_shape: ("draft returned tokens (4,)", True),
-    wrong_q: ("draft returned q (1, 1, 5)", True),
-    floats: ("float32", True),
-    outside_vocabulary: ("is not a law over its token", False),
-    returns_none: ("draft raised: AttributeError", True),
+    "raises": (raises, "draft raised in propose: RuntimeError: out of memory", True),
+    "returns nothing": (lambda p, room: None, "draft returned NoneType", True),
+    "returns a list": (lambda p, room: [1, 2], "draft returned list", True),
+    "empty block": (lambda p, room: block([]), "draft returned an empty block", False),
+    "flat tokens": (changed(tokens=lambda t: t[0]), "tokens (4,), 2 dimensions were asked", True),
+    "too many tokens": (changed(tokens=lambda t: t.repeat(1, 3)), "tokens (1, 12)", True),
+    "float tokens": (changed(tokens=lambda t: t.float()), "tokens (1, 4) float32, int64 was asked", True),
+    "list of tokens": (changed(tokens=lambda t: t.tolist()), "tokens of type list", True),
+    "tokens elsewhere": (changed(tokens=lambda t: t.to("meta")), "tokens on meta, cpu was asked", True),
+    "tokens outside the vocabulary": (changed(tokens=lambda t: t + 1000), "is not a law over its token", False),
+    "float lengths": (changed(lengths=lambda n: n.float()), "lengths (1,) float32, int64 was asked", True),
+    "lengths of another batch": (changed(lengths=lambda n: n.repeat(2)), "for 2 rows", True),
+    "negative lengths": (changed(lengths=lambda n: n - 9), "", False),
+    "lengths beyond the block": (changed(lengths=lambda n: n + 9), "", False),
+    "q of another shape": (changed(q=lambda q: torch.ones(1, 1, 5)), "q (1, 1, 5), (1, 4, 64) was asked", True),
+    "complex q": (changed(q=lambda q: torch.ones(1, 4, 64, dtype=torch.complex64)), "a float type was asked", True),
+    "sparse q": (changed(q=lambda q: torch.ones(1, 4, 64).to_sparse()), "a dense tensor was asked", True),
+    "q that does not sum to 1": (changed(q=lambda q: torch.ones(1, 4, 64)), "is not a law over its token", False),
+    "belief that is a list": (changed(belief=lambda b: [1]), "belief of type list", True),
+    "no counts": (changed(drafted=lambda d: []), "drafted=[]", True),
+    "negative counts": (changed(drafted=lambda d: [-3]), "drafted=[-3]", True),
+    "fractional counts": (changed(drafted=lambda d: [1.5]), "drafted=[1.5]", True),
+    "note that is no text": (changed(note=lambda n: None), "note=None", True),
+    "room changed under the loop": (mutates_room, "", False),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
-def test_g5_a_draft_that_breaks_changes_nothing_but_the_record(fault):
-    reason, for_good = FAULTS[fault]
+@pytest.mark.parametrize("name", FAULTS)
+def test_g5_a_draft_that_breaks_changes_nothing_but_the_record(name):
+    fault, reason, for_good = FAULTS[name]
     target = tiny_llama()
     (base,) = decode(target, [PROMPT], tokens=20)
-    (ours,) = decode(target, [PROMPT], ScriptedDrafter(fault), 20, Settings(gamma=4))
+    drafter = ScriptedDrafter(lambda step, seqs, room: fault(good(seqs, room), room) if step == 3 else good(seqs, room))
+    (ours,) = decode(target, [PROMPT], drafter, 20, Settings(gamma=4))
     assert ours.output == base.output
+    assert all(0 <= r.accepted <= r.verified <= r.drafted <= 4 and r.gamma <= 4 for r in ours.records)
     degraded = [r for r in ours.records if r.control == "degraded"]
+    if not reason:
+        assert not degraded
+        return
     assert degraded[0].step == 3
     assert reason in degraded[0].reason
     assert "\n" not in degraded[0].reason
     after = [r for r in ours.records if r.step > 3 and r.gamma > 0]
     assert after
     assert all((r.control == "degraded") == for_good for r in after)
+    assert all(r.control == "idle" for r in ours.records if r.step and r.gamma == 0), (
+        "nothing could have been drafted there"
+    )
 
 
 def test_g5_a_draft_that_takes_too_long_is_left_behind():
@@ -98,22 +103,27 @@ def test_g5_a_draft_that_takes_too_long_is_left_behind():
     (ours,) = decode(target, [PROMPT], ScriptedDrafter(slow), 20, Settings(gamma=4, draft_timeout=0.3))
     assert time.monotonic() - begun < 15
     assert ours.output == base.output
-    assert "no block after" in next(r.reason for r in ours.records if r.control == "degraded")
+    assert "no answer after" in next(r.reason for r in ours.records if r.control == "degraded")
 
 
 @pytest.mark.parametrize("method", ["start", "commit"])
-def test_g5_a_draft_that_raises_outside_propose_is_dropped_too(method):
+@pytest.mark.parametrize("how", ["raises", "hangs"])
+def test_g5_a_draft_that_fails_outside_propose_is_dropped_too(method, how):
     target = tiny_llama()
     (base,) = decode(target, [PROMPT], tokens=20)
     drafter = ScriptedDrafter(lambda step, seqs, room: good(seqs, room))
 
     def broken(*args):
+        if how == "hangs":
+            time.sleep(30)
         raise OSError("gone")
 
     setattr(drafter, method, broken)
-    (ours,) = decode(target, [PROMPT], drafter, 20, Settings(gamma=4))
+    begun = time.monotonic()
+    (ours,) = decode(target, [PROMPT], drafter, 20, Settings(gamma=4, draft_timeout=0.3 if how == "hangs" else None))
+    assert time.monotonic() - begun < 15
     assert ours.output == base.output
-    assert any("OSError: gone" in r.reason for r in ours.records)
+    assert any(("OSError: gone" if how == "raises" else "no answer after") in r.reason for r in ours.records)
 
 
 def test_a_lookup_without_a_match_is_idle_and_not_degraded():

@@ -1,0 +1,187 @@
+"""The public API refuses what it cannot honour, by name and in one line."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from kit import ScriptedDrafter, block, pair_of, tiny_llama
+
+import specdec_core
+from specdec_core import SamplingPolicy, SpecDecError, generate, generate_batch
+from specdec_core.drafters import ModelDrafter
+
+PROMPT = [3, 3, 4, 5]
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return pair_of(tiny_llama())
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("temperature", "0.7"),
+        ("temperature", None),
+        ("temperature", 1e-40),
+        ("temperature", True),
+        ("temperature", float("inf")),
+        ("top_k", 5.0),
+        ("top_k", float("inf")),
+        ("top_k", "5"),
+        ("top_k", None),
+        ("top_k", -1),
+        ("top_p", "x"),
+        ("min_p", 1.0),
+        ("gamma", 0),
+        ("gamma", 10**7),
+        ("gamma", 2.0),
+        ("gamma", True),
+        ("max_new_tokens", -1),
+        ("max_new_tokens", 3.5),
+        ("seed", "a"),
+        ("seed", 1.5),
+        ("seed", ["x"]),
+        ("seed", True),
+        ("seed", -1),
+        ("seed", [1, 2]),
+        ("eos", 2),
+        ("eos", "</s>"),
+        ("eos", [1.5]),
+        ("stop", 3),
+        ("stop", None),
+        ("stop", [3]),
+        ("stop", b"x"),
+        ("stop", ""),
+        ("drafter", 3),
+        ("drafter", "medusa"),
+        ("drafter", ModelDrafter),
+        ("drafter", "model"),
+        ("confidence", -1),
+        ("confidence", "x"),
+        ("confidence", 5.0),
+        ("draft_timeout", -1),
+        ("draft_timeout", "x"),
+    ],
+)
+def test_an_option_of_the_wrong_kind_is_refused_by_name(pair, option, value):
+    with pytest.raises(SpecDecError) as error:
+        generate(pair, PROMPT, **{"max_new_tokens": 2, option: value})
+    assert "\n" not in str(error.value)
+    assert option in str(error.value) or "draft model" in str(error.value) or "seeds for 1 prompts" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        None,
+        3,
+        "",
+        "  \n",
+        [],
+        b"hi",
+        [[1, 2]],
+        ["a", "b"],
+        {"role": "user", "content": "x"},
+        [{"role": "user"}],
+        [{"content": "x"}],
+        [{"role": "user", "content": 3}],
+        [{"role": "user", "content": "x"}, 3],
+        [1, "x"],
+        [1.7, 2.2],
+        [True, False],
+        ["1", "2"],
+        [-1],
+        [64],
+        [{"role": "user", "content": "x"}],
+    ],
+)
+def test_a_prompt_that_is_none_is_refused_in_one_line(pair, prompt):
+    with pytest.raises(SpecDecError) as error:
+        generate(pair, prompt, max_new_tokens=2)
+    assert "\n" not in str(error.value)
+
+
+def test_a_text_is_no_batch(pair):
+    with pytest.raises(SpecDecError, match="give a list"):
+        generate_batch(pair, "abc", max_new_tokens=2)
+
+
+def test_lone_surrogates_are_refused_before_the_tokenizer_sees_them(pair):
+    with pytest.raises(SpecDecError, match="no valid Unicode at character 1"):
+        generate(pair, "a\udcff b", max_new_tokens=2, chat=False)
+
+
+def test_numpy_numbers_are_numbers(pair):
+    ids = np.array(PROMPT)
+    a = generate(
+        pair, list(ids), max_new_tokens=np.int64(6), gamma=np.int64(2), temperature=np.float32(1.0), seed=np.int64(3)
+    )
+    b = generate(pair, PROMPT, max_new_tokens=6, gamma=2, temperature=1.0, seed=3)
+    assert a.tokens == b.tokens
+
+
+def test_a_batch_of_none_is_no_output(pair):
+    assert generate_batch(pair, []) == []
+
+
+def test_settings_of_the_models_own_generation_config_that_are_not_applied_are_named_once():
+    pair = pair_of(tiny_llama())
+    pair.target.generation_config = SimpleNamespace(eos_token_id=None, repetition_penalty=1.5, top_k=50, min_length=0)
+    with pytest.warns(UserWarning, match="repetition_penalty=1.5"):
+        generate(pair, PROMPT, max_new_tokens=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(pair, PROMPT, max_new_tokens=2)
+
+
+def test_a_row_of_a_batch_has_its_whole_wall_time_and_the_batch_counts_a_pass_once(pair):
+    from specdec_core.record import seconds_by_stage, tokens_per_second
+
+    rows = generate_batch(pair, [PROMPT] * 4, max_new_tokens=20, gamma=3)
+    one = seconds_by_stage(rows[0].records)
+    together = seconds_by_stage([r for row in rows for r in row.records])
+    assert together == pytest.approx(one), "four equal rows go through the same passes"
+    assert tokens_per_second(rows[0].records) == pytest.approx(19 / sum(one.values()))
+
+
+def test_a_smaller_draft_vocabulary_leaves_rows_that_outgrow_it_to_the_target():
+    target, small = tiny_llama(0, scale=0.05), tiny_llama(1, vocab=8, scale=0.05)
+    options = {"max_new_tokens": 30, "temperature": 1.3, "gamma": 3}
+    policy = SamplingPolicy(1.3)
+    make = lambda: ModelDrafter(small, policy, 64)  # noqa: E731
+    prompts = [[1, 2, 3], [60, 2], [4, 5]]
+    rows = generate_batch(pair_of(target), prompts, seed=[1, 2, 3], drafter=make(), **options)
+    for row, (prompt, seed) in zip(rows, zip(prompts, (1, 2, 3), strict=True), strict=True):
+        (alone,) = generate_batch(pair_of(target), [prompt], seed=[seed], drafter=make(), **options)
+        assert row.tokens == alone.tokens
+        assert all(r.control != "degraded" for r in row.records)
+        outgrown = [r for r in row.records if r.step and max([*prompt, *row.tokens][: r.context]) >= 8]
+        assert all(r.verified == 0 for r in outgrown)
+
+
+def test_stop_strings_are_seen_across_tokens_that_take_no_text():
+    from specdec_core.stops import Stops
+
+    silent = 99
+    stops = Stops(strings=("ab",), decode=lambda ids: "".join("" if i == silent else chr(97 + i) for i in ids))
+    kept, why = stops.cut([0] + [silent] * 40, [1, 5], 10, None)
+    assert (kept, why) == ([1], "stop_string")
+    assert stops.text([2, 0, *[silent] * 40, 1]) == "c"
+
+
+def test_names_are_imported_when_first_asked_for():
+    assert specdec_core.load_pair.__module__ == "specdec_core.lab.models"
+    with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
+        _ = specdec_core.nonsense
+
+
+def test_a_custom_drafter_is_any_object_with_the_protocol(pair):
+    base = generate(pair, PROMPT, max_new_tokens=9, speculate=False)
+    mine = ScriptedDrafter(lambda step, seqs, room: block(base.tokens[len(seqs[0]) - len(PROMPT) :][: room[0]]))
+    out = generate(pair, PROMPT, max_new_tokens=9, drafter=mine, gamma=4)
+    assert out.tokens == base.tokens
+    assert out.metrics["alpha_hat"] == 1
