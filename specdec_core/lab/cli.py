@@ -88,20 +88,21 @@ def run(
 
 def _report(results: list[RunResult]) -> None:
     """A table of the runs, where to look, and for each that failed its one line on stderr."""
-    from .store import open_store
     from .ui import links, run_link
 
-    store = open_store()
     table = Table("notebook", "status", "minutes", "finding", title="Runs")
     for result in results:
         colour = "green" if result.status == "FINISHED" else "red"
         note = result.note if result.status == "FINISHED" else "see below"
         table.add_row(result.notebook, f"[{colour}]{result.status}[/]", f"{result.seconds / 60:.1f}", note)
     out.print(table)
-    out.print("Where to look: [bold]make ui[/] (or specdec ui), then", soft_wrap=True)
-    out.print(f"  all runs: {dict(links(store))['all runs']}", soft_wrap=True)
-    for result in results:
+    recorded = [(result, result.store) for result in results if result.store is not None]
+    if recorded:
+        out.print("Where to look: [bold]make ui[/] (or specdec ui), then", soft_wrap=True)
+        out.print("  all runs:", next(links(recorded[0][1]))[1], soft_wrap=True)
+    for result, store in recorded:
         out.print(f"  {result.notebook}: {run_link(store, result.run_id)}", soft_wrap=True)
+    for result in results:
         if result.status != "FINISHED":
             err.print(f"{result.notebook} {result.status}: {result.note}", markup=False)
 
@@ -135,9 +136,14 @@ def doctor() -> None:
         mark = {True: "[green]ok[/]", False: "[red]mend[/]", None: "-"}[ok]
         table.add_row(mark, what, str(value), "" if ok else str(mend or ""))
     out.print(table)
-    if orphans := reap(open_store()):
-        out.print(f"{len(orphans)} run(s) whose process had died are now marked KILLED.")
-    raise typer.Exit(int(any(ok is False for _, _, ok, _ in rows)))
+    ill = any(ok is False for _, _, ok, _ in rows)
+    try:
+        if orphans := reap(open_store()):
+            out.print(f"{len(orphans)} run(s) whose process had died are now marked KILLED.")
+    except SpecDecError as error:
+        err.print(str(error), markup=False)
+        ill = True
+    raise typer.Exit(int(ill))
 
 
 @model_app.command("fetch")
@@ -148,9 +154,19 @@ def model_fetch() -> None:
     out.print(f"default model: {fetch_default()}", soft_wrap=True, markup=False)
 
 
+def _check_encoding(arguments: list[str]) -> None:
+    """Bytes that are no UTF-8 reach us as lone surrogates, which neither a tokenizer nor the record can write."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise SpecDecError(f"{ascii(argument)[:80]} is not valid UTF-8: give the text in UTF-8.") from None
+
+
 def main() -> None:
     """Entry point: an error that a user can mend is one line, without a traceback."""
     try:
+        _check_encoding(sys.argv[1:])
         app()
     except SpecDecError as error:
         err.print(str(error), markup=False)

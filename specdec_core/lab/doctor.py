@@ -173,7 +173,9 @@ def _memory() -> list[Row]:
 def _disk() -> list[Row]:
     """Free space where models and runs go."""
     wanted = {"disk for models": (cache_dir(), 0.1 if model_dir().is_dir() else DISK_GB, "SPECDEC_CACHE")}
-    database = store.database_path(store.tracking_uri())
+    database = None
+    with contextlib.suppress(SpecDecError):  # which the row of the run store tells
+        database = store.database_path(store.tracking_uri())
     if database:
         wanted["disk for runs"] = (database.parent, STORE_GB, "MLFLOW_TRACKING_URI")
     rows = []
@@ -202,7 +204,11 @@ def _model(verify: bool) -> list[Row]:
 
 def _store() -> list[Row]:
     """Whether runs can be written, without making the store."""
-    uri = store.tracking_uri()
+    try:
+        uri = store.tracking_uri()
+    except SpecDecError as error:
+        what, _, mend = str(error).rpartition(": ")
+        return [Row("run store", what, False, mend)]
     database = store.database_path(uri)
     if database is None:
         return [Row("run store", "a server, not asked", None)]

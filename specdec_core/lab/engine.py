@@ -96,11 +96,13 @@ def _execute_in_own_run(
 def _check(run: Run, name: str, nb: Any) -> None:
     """What was injected, against the schema. A notebook without one (somebody's own) takes what it likes."""
     from .lineage import describe
+    from .models import read_pair
     from .params import NOTEBOOKS, check
 
     given = dict(nb.metadata.get("papermill", {}).get("parameters", {}))
     if name in NOTEBOOKS:
         known = check(name, given).model_dump()
+        read_pair(known["pair"])
         given = {key: known[key] for key in given}
     describe(run, given, name)
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Self
 from ..errors import SpecDecError
 from . import note, provenance
 from .masking import mask, masked
-from .store import Store, open_store, owner, reap, release_reserve
+from .store import Store, open_store, owner, reap, release_reserve, started_by
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,7 +44,7 @@ class Run:
         self.store = store
         self.id = run_id
         self.owns = owns
-        self.name = name
+        self.name = mask(name)
         self.status: str | None = None  # set once, when the run ends
 
     # --- what happened ------------------------------------------------------------------------------------
@@ -122,7 +122,7 @@ class Run:
         digest = provenance.sha256_bytes(table.to_json(orient="records", force_ascii=False).encode())
         columns = [{"name": str(column), "type": "string", "required": True} for column in table.columns]
         dataset = Dataset(
-            name,
+            mask(name),
             digest[:32],
             "code",
             source=json.dumps({"tags": {"sha256": digest}}),
@@ -249,7 +249,7 @@ def open_run(
     store = open_store()
     reap(store)
     if attach:
-        return _attached(store, attach)
+        return _attached(store, attach, notebook)
     parent_id = parent.id if isinstance(parent, Run) else parent
     opening = {"owner": owner(), "kind": kind, **({"mlflow.parentRunId": parent_id} if parent_id else {})}
     created = store.client.create_run(store.experiment_id, tags=opening, run_name=mask(name))
@@ -270,6 +270,7 @@ def open_run(
 def describe(run: Run, params: Mapping[str, Any], notebook: str | None = None) -> None:
     """Parameters, and the words by which a run is found in a table: pair, drafter, gamma."""
     run.log_params(params)
+    params = masked(dict(params))  # before words are cut out of them: half a secret has no shape
     words = {"pair": Path(str(params["pair"])).stem} if "pair" in params else {}
     words |= {"drafter": str(params["drafter"])} if "drafter" in params else {}
     gamma = params.get("gamma", params.get("gammas"))
@@ -280,7 +281,7 @@ def describe(run: Run, params: Mapping[str, Any], notebook: str | None = None) -
         run.log_policy(policy)
     if notebook and run.owns:
         shown = [words[k] if k != "gamma" else f"γ{words[k]}" for k in ("pair", "drafter", "gamma") if k in words]
-        run.name = " · ".join([Path(notebook).stem, *shown])
+        run.name = mask(" · ".join([Path(notebook).stem, *shown]))
         run.store.client.update_run(run.id, name=run.name)
 
 
@@ -319,7 +320,8 @@ def one_line(text: str, limit: int = 500) -> str:
 # --- pieces -----------------------------------------------------------------------------------------------
 
 
-def _attached(store: Store, run_id: str) -> Run:
+def _attached(store: Store, run_id: str, notebook: str | None) -> Run:
+    """The run that a launcher opened for this notebook; a variable left over from elsewhere is no such run."""
     from mlflow.exceptions import MlflowException
 
     try:
@@ -330,6 +332,10 @@ def _attached(store: Store, run_id: str) -> Run:
         ) from None
     if found.info.status != "RUNNING":
         raise SpecDecError(f"MLFLOW_RUN_ID={run_id} has already ended {found.info.status}: unset it, or start again.")
+    tags = found.data.tags
+    if notebook and tags.get("notebook") != Path(notebook).stem and not started_by(tags.get("owner", "")):
+        whose = f"of {tags['notebook']}" if tags.get("notebook") else "of no notebook"
+        raise SpecDecError(f"MLFLOW_RUN_ID={run_id} is a run {whose}, not of {notebook}: unset it.")
     return Run(store, run_id, owns=False, name=str(found.info.run_name))
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ _SHAPES = re.compile(
     """,
     re.VERBOSE | re.DOTALL,
 )
-_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s@\"'<>]{1,500}@", re.IGNORECASE)
+_URL = re.compile(r"(\b[a-z][a-z0-9+.-]{1,20}://)[^/\s@\"'<>]{1,500}(?=@)", re.IGNORECASE)
 _BEARER = re.compile(r"(\bBearer\s+|\bAuthorization[\"']?\s*[:=]\s*[\"']?Basic\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 _SECRET_NAME = (
     r"(?:password|passwd|passphrase|secret|secret[_-]?key|api[_-]?key|access[_-]?key|private[_-]?key|credentials?)"
@@ -41,20 +43,43 @@ _TOKEN = re.compile(
 )
 _OPTION = re.compile(rf"(?<![\w-])(--(?:\w{{1,40}}-){{0,4}}(?:{_SECRET_NAME}|token)\s+)\S+", re.IGNORECASE)
 _SECRET_KEY = re.compile(rf"(?:{_SECRET_NAME}|token)$", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r"(?:TOKEN|PASSWORD|PASSWD|SECRET|API_?KEY|ACCESS_?KEY|CREDENTIALS?)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"""
+    (?:TOKEN | PASSWORD | PASSWD | PASSPHRASE | _PASS | SECRET | API_?KEY | ACCESS_?KEY | _KEY | _PAT | CREDENTIALS?)
+        (?:_?\d+)?$
+    | SECRET_?KEY | PRIVATE_?KEY
+    | AUTH(?!ORS?(?:_|$)|ORITY) (?!\w*_SOCK$)           # neither GIT_AUTHOR_NAME nor the path in SSH_AUTH_SOCK
+    """,
+    re.IGNORECASE | re.VERBOSE,
+)
+_PATTERNS = (_SHAPES, _URL, _BEARER, _NAMED, _OPTION, _TOKEN)  # a first group is what stays readable before the secret
 
 
 def mask(text: str) -> str:
     """``text`` with credentials replaced by ``***`` and the home folder by ``~``."""
-    for value in _environment_secrets():
-        text = text.replace(value, MASK)
-    text = _SHAPES.sub(MASK, text)
-    text = _URL.sub(rf"\1{MASK}@", text)
-    text = _BEARER.sub(rf"\1{MASK}", text)
-    text = _NAMED.sub(rf"\1{MASK}", text)
-    text = _OPTION.sub(rf"\1{MASK}", text)
-    text = _TOKEN.sub(rf"\1{MASK}", text)
-    return _without_home(text)
+    pieces, end = [], 0
+    for start, stop in _merged(_secret_spans(text)):
+        pieces += [text[end:start], MASK]
+        end = stop
+    return _without_home("".join([*pieces, text[end:]]))
+
+
+def _secret_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Where secrets stand. All are looked for in the whole text: masking one first would tear others apart."""
+    for pattern in (*_PATTERNS, *(re.compile(re.escape(value)) for value in _environment_secrets())):
+        for found in pattern.finditer(text):
+            yield (found.end(1) if pattern.groups else found.start()), found.end()
+
+
+def _merged(spans: Iterator[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans in order, those that touch made one."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def masked(value: Any) -> Any:
@@ -79,7 +104,8 @@ def _masked_entry(key: str, value: Any) -> Any:
 
 def _environment_secrets() -> list[str]:
     """Values of variables that are named like secrets: these are masked whatever they look like."""
-    return [value for name, value in os.environ.items() if len(value) >= 8 and _SECRET_VARIABLE.search(name)]
+    values = [value for name, value in os.environ.items() if len(value) >= 8 and _SECRET_VARIABLE.search(name)]
+    return values + [quoted for value in values if (quoted := json.dumps(value)[1:-1]) != value]  # as JSON spells it
 
 
 def _without_home(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import os
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
@@ -80,7 +81,10 @@ def load_profile(notebook: str, profile: str, overrides: Sequence[str] = ()) -> 
     """
     schema = _schema(notebook)
     values = read_profile(notebook, profile)
-    values |= dict(_override(notebook, schema, text) for text in overrides)
+    given = [_override(notebook, schema, text) for text in overrides]
+    if twice := [key for key, times in Counter(key for key, _ in given).items() if times > 1]:
+        raise SpecDecError(f"-p {twice[0]} is given more than once: give it once.")
+    values |= dict(given)
     return check(notebook, values).model_dump()
 
 
@@ -114,11 +118,11 @@ def validated(notebook: str, namespace: Mapping[str, Any]) -> NotebookParams:
 def read_profile(notebook: str, profile: str) -> dict[str, Any]:
     """The keys that ``params/<notebook>/<profile>.yaml`` sets, not yet checked."""
     folder = project_root() / "params" / notebook
-    path = folder / f"{profile}.yaml"
-    if not path.is_file():
-        there = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
-        raise SpecDecError(f"{notebook} has no profile '{profile}': choose one of {there} (in params/{notebook}).")
-    return read_yaml(path)
+    there = sorted(path.stem for path in folder.glob("*.yaml"))
+    if profile not in there:  # a name, never a path: what ran must be found under its name
+        names = ", ".join(there) or "none"
+        raise SpecDecError(f"{notebook} has no profile '{profile}': choose one of {names} (in params/{notebook}).")
+    return read_yaml(folder / f"{profile}.yaml")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -160,7 +164,8 @@ def _override(notebook: str, schema: type[NotebookParams], text: str) -> tuple[s
     try:
         return key, TypeAdapter[Any](field.annotation or str).validate_python(value, strict=False)
     except ValidationError:
-        return key, raw  # the schema says what is wrong with it
+        # the schema says what is wrong with it
+        return key, [int(part) if part.lstrip("-").isdecimal() else part for part in value] if value != raw else raw
 
 
 def _strangers(schema: type[NotebookParams], namespace: Mapping[str, Any]) -> list[str]:
@@ -216,7 +221,8 @@ def _expected(schema: type[NotebookParams], key: str) -> str:
     words = {"integer": "a whole number", "number": "a number", "string": "text", "boolean": "true or false"}
     name = words.get(spec["type"], spec["type"])
     if spec["type"] == "array":
-        name, spec = "a list, each entry " + words[spec["items"]["type"]], spec["items"]
+        filled = "a list that is not empty" if spec.get("minItems") else "a list"
+        name, spec = f"{filled}, each entry {words[spec['items']['type']]}", spec["items"]
     bounds = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
     limits = [f"{word} {spec[bound]}" for bound, word in bounds.items() if bound in spec]
     if spec.get("minLength"):

@@ -28,8 +28,9 @@ from .engine import LAUNCHER, sigterm_interrupts
 from .executed import attach_executed, cell_error
 from .lineage import Run, describe, one_line, open_run, verdict
 from .masking import mask
+from .models import read_pair
 from .params import NOTEBOOKS, load_profile
-from .store import database_path, disk_is_full, project_root, release_reserve, tracking_uri
+from .store import Store, database_path, disk_is_full, project_root, release_reserve, tracking_uri
 
 TIMEOUT_MINUTES = {"smoke": 5.0, "cpu": 20.0, "gpu": 60.0, "full": 12 * 60.0}
 _GRACE_SECONDS = 8.0  # for papermill to save the cell that is running, before the process is killed
@@ -46,6 +47,7 @@ class RunResult:
     seconds: float
     note: str
     exit_code: int
+    store: Store | None = None  # where it is recorded, if it is
 
 
 class NotebookFailed(Exception):
@@ -74,6 +76,10 @@ def run_notebook(
         try:
             params = load_profile(name, profile, overrides)
             describe(run, params, name)
+            with contextlib.chdir(source.parent):  # where the notebook will look for it
+                read_pair(params["pair"])
+            if out is not None:
+                _check_out(out, source)
             limit = timeout_s or TIMEOUT_MINUTES.get(profile, 20.0) * 60
             _execute(run, source, executed, params, limit)
         except (Exception, KeyboardInterrupt) as fault:
@@ -82,8 +88,11 @@ def run_notebook(
         with _uninterrupted():
             status, error = _conclude(run, executed, out, status, error)
             exit_code = exit_code or int(status != "FINISHED")
-    note = error or run.store.client.get_run(run.id).data.tags.get("finding", "")
-    return RunResult(name, run.id, status, time.monotonic() - began, note, exit_code)
+    note = error
+    if not note:
+        with contextlib.suppress(Exception):  # it is recorded: a store that is gone by now takes nothing away
+            note = run.store.client.get_run(run.id).data.tags.get("finding", "")
+    return RunResult(name, run.id, status, time.monotonic() - began, note, exit_code, run.store)
 
 
 def run_all(profile: str = "cpu", timeout_s: float | None = None) -> list[RunResult]:
@@ -98,7 +107,12 @@ def run_all(profile: str = "cpu", timeout_s: float | None = None) -> list[RunRes
     results: list[RunResult] = []
     for number, name in enumerate(names, start=1):
         print(f"[{number}/{len(names)}] {name} ({profile}) ...", flush=True)
-        results.append(run_notebook(name, profile, timeout_s=timeout_s))
+        try:
+            results.append(run_notebook(name, profile, timeout_s=timeout_s))
+        except SpecDecError as error:  # no run could be opened; what ran before is still told
+            if not results:
+                raise
+            results.append(RunResult(name, "", "FAILED", 0.0, str(error), 2))
         print(f"      {results[-1].status} after {results[-1].seconds:.0f} s", flush=True)
         if results[-1].status == "KILLED":
             break
@@ -119,6 +133,21 @@ def available() -> list[str]:
     return sorted(n for n in NOTEBOOKS if (project_root() / "notebooks" / f"{n}.ipynb").is_file())
 
 
+def _check_out(out: Path, source: Path) -> None:
+    """Find out before minutes of work whether the copy can be written."""
+    if out.resolve() == source.resolve():
+        raise SpecDecError(f"--out {out} is the notebook itself: give another file.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.exists():
+            out.open("r+b").close()
+        else:
+            out.touch()
+            out.unlink()
+    except OSError as error:
+        raise SpecDecError(f"--out {out} cannot be written ({error.strerror}): give another file.") from None
+
+
 def _executed_folder(run: Run) -> Path:
     database = database_path(run.store.uri)
     base = database.parent if database else project_root() / "mlruns"
@@ -130,6 +159,7 @@ def _executed_folder(run: Run) -> Path:
 def _execute(run: Run, source: Path, executed: Path, params: dict[str, Any], limit: float) -> None:
     """Run papermill and wait. Raises NotebookFailed, or KeyboardInterrupt after everything it started is dead."""
     arguments = executed.with_name("params.yaml")
+    arguments.touch(mode=0o600)  # as given, secrets and all; deleted as soon as the notebook has ended
     arguments.write_text(yaml.safe_dump(params, allow_unicode=True), encoding="utf-8")
     command = [sys.executable, "-m", "papermill", "--engine", "specdec", "--no-progress-bar"]
     command += ["-f", str(arguments), "--cwd", str(source.parent), str(source), str(executed)]
@@ -154,6 +184,7 @@ def _execute(run: Run, source: Path, executed: Path, params: dict[str, Any], lim
         finally:
             with _uninterrupted():
                 _end_tree(process)
+                arguments.unlink(missing_ok=True)
     if code != 0:
         raise NotebookFailed(_reason(run, executed, code))
 
@@ -198,8 +229,6 @@ def _conclude(run: Run, executed: Path, out: Path | None, status: str, error: st
     try:
         if disk_is_full(run.store.uri):
             release_reserve(run.store.uri)  # room for the last words
-        if out is not None and executed.is_file():
-            shutil.copyfile(executed, out)
         attach_executed(run, executed)
         log = executed.with_name("log.txt")
         if log.is_file():
@@ -208,7 +237,16 @@ def _conclude(run: Run, executed: Path, out: Path | None, status: str, error: st
     except Exception as fault:
         if status == "FINISHED":
             status, error = verdict(fault)
-    run.end(status, error)
+    if out is not None and executed.is_file():
+        try:
+            shutil.copyfile(executed, out)
+        except OSError as fault:  # the run itself is none the worse
+            print(f"--out {out} could not be written ({fault.strerror})", file=sys.stderr)
+    try:
+        run.end(status, error)
+    except Exception as fault:
+        status = "FAILED" if status == "FINISHED" else status
+        error = error or f"its end could not be recorded ({one_line(str(fault))})"
     return status, error
 
 

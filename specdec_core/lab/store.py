@@ -10,6 +10,7 @@ import shutil
 import socket
 import sqlite3
 import tomllib
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ import psutil
 from filelock import FileLock, Timeout
 
 from ..errors import SpecDecError
+from .masking import mask
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -30,6 +32,7 @@ _TABLE_COLUMNS = ("tags.`finding`", "metrics.`speed_ratio`", "tags.`profile`")
 MIN_FREE_BYTES = 32 * 2**20
 _RESERVE_BYTES = 4 * 2**20
 _LOCK_SECONDS = 120.0
+_PROBE_SECONDS = 5  # how long a server may take to answer for the first time
 _BUSY_SECONDS = 60  # how long a writer waits for another one before SQLite says "locked"
 
 
@@ -68,21 +71,44 @@ def _is_project(folder: Path) -> bool:
 
 
 def tracking_uri() -> str:
-    """The address of the store with an absolute path, so that it means the same from every folder."""
+    """The address of the store with an absolute path, so that it means the same from every folder.
+
+    Raises:
+        SpecDecError: MLFLOW_TRACKING_URI is neither a SQLite file nor a server, or the path cannot be an address.
+    """
     given = os.environ.get("MLFLOW_TRACKING_URI", "").strip()
     if not given:
         return _sqlite_uri(project_root() / "mlruns" / "mlflow.db")
-    if given.startswith("sqlite:"):
-        return _sqlite_uri(Path(given.removeprefix("sqlite:///").partition("?")[0]).absolute())
-    if given.startswith("file:") or ("://" not in given and given != "databricks"):
-        raise SpecDecError(
-            f"MLFLOW_TRACKING_URI={given} is a folder, which MLflow no longer takes: "
-            "give sqlite:///FOLDER/mlflow.db, a server's address, or unset it."
-        )
-    return given
+    path, _, options = given.removeprefix("sqlite:///").partition("?")
+    if given.startswith("sqlite:///") and path not in ("", ":memory:") and "/" not in options:
+        return _sqlite_uri(Path(path).absolute())
+    if _is_server(given):
+        return given
+    what = "names no store"
+    if given.startswith("file:") or (":" not in given and given != "databricks"):
+        what = "is a folder, which MLflow no longer takes"
+    raise SpecDecError(
+        f"MLFLOW_TRACKING_URI={mask(given)} {what}: "
+        "give sqlite:///FOLDER/mlflow.db, the http(s):// address of an MLflow server, or unset it."
+    )
+
+
+def _is_server(uri: str) -> bool:
+    try:
+        parts = urllib.parse.urlsplit(uri)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number
+        return False
 
 
 def _sqlite_uri(path: Path) -> str:
+    """Refuses what SQLite's address cannot hold: quoting is of no use, for nobody unquotes it before opening."""
+    for character in "%?":
+        if character in str(path):
+            raise SpecDecError(
+                f"The run store {path} has '{character}' in its path, which its address cannot hold: rename "
+                "the folder, or set MLFLOW_TRACKING_URI=sqlite:///OTHER/FOLDER/mlflow.db."
+            )
     return f"sqlite:///{path}?timeout={_BUSY_SECONDS}"
 
 
@@ -101,13 +127,45 @@ def open_store() -> Store:
     """The store, created on first use.
 
     Raises:
-        SpecDecError: it cannot be written, or the disk is full.
+        SpecDecError: it cannot be opened or written, a server does not answer, or the disk is full.
     """
     uri = tracking_uri()
     with _locked(uri):
         _prepare_database(uri)
-        client = _client(uri)
-        return Store(client, _experiment(client, uri), uri)
+        try:
+            with _short_patience():
+                client = _client(uri)
+                return Store(client, _experiment(client, uri), uri)
+        except Exception as error:
+            raise _unusable(uri, error) from error
+
+
+@contextlib.contextmanager
+def _short_patience() -> Iterator[None]:
+    """MLflow asks a server that is not there for minutes. Whether it is there must be known in seconds."""
+    ours = {"MLFLOW_HTTP_REQUEST_TIMEOUT": str(_PROBE_SECONDS), "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    added = {key: value for key, value in ours.items() if key not in os.environ}
+    os.environ.update(added)
+    try:
+        yield
+    finally:
+        for key in added:
+            os.environ.pop(key, None)
+
+
+def _unusable(uri: str, error: Exception) -> SpecDecError:
+    """What MLflow says of a store that it cannot open, in one line."""
+    reason = mask(" ".join(str(error).split()))[:200]
+    database = database_path(uri)
+    if database is None:
+        return SpecDecError(
+            f"The MLflow server {mask(uri)} does not answer as one ({reason}): start it, mend MLFLOW_TRACKING_URI, "
+            f"or unset it. A server slower than {_PROBE_SECONDS} s needs MLFLOW_HTTP_REQUEST_TIMEOUT."
+        )
+    return SpecDecError(
+        f"The run store {database} cannot be opened ({reason}): another version of MLflow may have written it; "
+        "use that version, move the file away, or set MLFLOW_TRACKING_URI=sqlite:///OTHER/FOLDER/mlflow.db."
+    )
 
 
 @contextlib.contextmanager
@@ -253,6 +311,19 @@ def _gone(owner_tag: str) -> bool:
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:
+        return False
+
+
+def started_by(owner_tag: str) -> bool:
+    """Whether the owner is one of the processes that this one descends from."""
+    host, _, rest = owner_tag.partition(":")
+    pid, _, created = rest.partition(":")
+    if host != _host() or not pid.isdigit():
+        return False
+    try:
+        ancestors = psutil.Process().parents()
+        return any(each.pid == int(pid) and abs(each.create_time() - float(created)) <= 1 for each in ancestors)
+    except psutil.Error:
         return False
 
 

@@ -32,7 +32,9 @@ def run_link(store: Store, run_id: str, port: int = PORT) -> str:
 
 
 def _base(store: Store, port: int) -> str:
-    server = f"http://{HOST}:{port}" if database_path(store.uri) else store.uri.rstrip("/")
+    """Where the browser finds the experiment; a name and password in a server's address are left out."""
+    scheme, _, rest = store.uri.rstrip("/").partition("://")
+    server = f"http://{HOST}:{port}" if database_path(store.uri) else f"{scheme}://{rest.rpartition('@')[2]}"
     return f"{server}/#/experiments/{store.experiment_id}"
 
 

@@ -16,6 +16,7 @@ from books import write_notebook, write_profile
 from specdec_core.errors import SpecDecError
 from specdec_core.lab import cli, ui
 from specdec_core.lab import run as launcher
+from specdec_core.lab import store as store_module
 from specdec_core.lab.lineage import open_run
 from specdec_core.lab.run import RunResult
 from specdec_core.lab.store import open_store
@@ -134,11 +135,13 @@ def test_run_all_ends_with_a_table_where_to_look_and_non_zero_if_one_failed(
     root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write_notebook(root, name="01_theory_proof")
+    here = open_store()
     ends = {
-        "00_quickstart": RunResult("00_quickstart", "a" * 32, "FAILED", 60.0, "ValueError: why", 1),
-        "01_theory_proof": RunResult("01_theory_proof", "b" * 32, "FINISHED", 90.0, "The law is unchanged.", 0),
+        "00_quickstart": RunResult("00_quickstart", "a" * 32, "FAILED", 60.0, "ValueError: why", 1, here),
+        "01_theory_proof": RunResult("01_theory_proof", "b" * 32, "FINISHED", 90.0, "The law is unchanged.", 0, here),
     }
     monkeypatch.setattr(launcher, "run_notebook", lambda name, *_, **__: ends[name])
+    monkeypatch.setattr(store_module, "open_store", lambda: pytest.fail("opened again: the table could be lost"))
     assert specdec(monkeypatch, "run", "--all", "--profile", "smoke") == 1
     said = capsys.readouterr()
     for word in (
@@ -152,6 +155,52 @@ def test_run_all_ends_with_a_table_where_to_look_and_non_zero_if_one_failed(
     ):
         assert word in said.out
     assert said.err == "00_quickstart FAILED: ValueError: why\n"
+
+
+def test_run_all_keeps_its_table_when_the_store_is_lost_half_way(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_notebook(root, name="01_theory_proof")
+    here = open_store()
+
+    def lost(name: str, *_: object, **__: object) -> RunResult:
+        if name == "01_theory_proof":
+            raise SpecDecError("The run store is gone: bring it back.")
+        return RunResult(name, "a" * 32, "FINISHED", 60.0, "Found.", 0, here)
+
+    monkeypatch.setattr(launcher, "run_notebook", lost)
+    assert specdec(monkeypatch, "run", "--all", "--profile", "smoke") == 2
+    said = capsys.readouterr()
+    assert "Found." in said.out
+    assert "a" * 32 in said.out
+    assert said.err == "01_theory_proof FAILED: The run store is gone: bring it back.\n"
+
+
+@pytest.mark.parametrize("arguments", [["generate", "a\udcffb"], ["run", "00_quickstart", "-p", "prompt=\udcff"]])
+def test_text_that_is_not_utf_8_is_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
+) -> None:
+    plant(monkeypatch, "show", show_generate=lambda *_, **__: pytest.fail("started"))
+    assert specdec(monkeypatch, *arguments) == 2
+    said = capsys.readouterr().err
+    assert "UTF-8" in said
+    assert said.count("\n") == 1
+
+
+def test_ui_leaves_a_servers_password_out_of_its_links() -> None:
+    server = store_module.Store(None, "7", "http://user:secretpw@host:5000/")  # type: ignore[arg-type]
+    assert ui.run_link(server, "abc") == "http://host:5000/#/experiments/7/runs/abc?workflowType=machine_learning"
+
+
+def test_doctor_keeps_its_table_when_the_store_cannot_be_opened(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plant(monkeypatch, "doctor", report=lambda: [("gpu", "none", True, "")])
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://bar")
+    assert specdec(monkeypatch, "doctor") == 1
+    said = capsys.readouterr()
+    assert "gpu" in said.out
+    assert said.err.count("\n") == 1
 
 
 def test_unwritable_store_is_one_line(

@@ -55,6 +55,14 @@ def test_little_memory_and_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "MLFLOW_TRACKING_URI" in row("disk for runs").mend
 
 
+def test_an_address_that_is_no_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "foo://bar")
+    assert row("run store").ok is False
+    assert "foo://bar" in row("run store").value
+    assert "sqlite:///FOLDER" in row("run store").mend
+    assert row("disk for models")
+
+
 def test_a_store_that_cannot_be_written(own_folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert row("run store").ok
     (own_folders / "runs").mkdir()

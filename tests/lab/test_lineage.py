@@ -5,7 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import os
+import secrets
 import shutil
+import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -124,6 +127,74 @@ def test_a_folder_as_tracking_uri_is_refused_in_one_line(root: Path, monkeypatch
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(root / "old"))
     with pytest.raises(SpecDecError, match="sqlite:///FOLDER"):
         open_store()
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["foo://bar", "databricks", "uc:xyz", "http://", "http://host:port", "postgresql://u:secretpw@127.0.0.1:1/x",
+     "mysql://x", "sqlite:foo.db", "sqlite://", "sqlite:///", "sqlite:///:memory:", "sqlite+pysqlite:///x.db",
+     "sqlite:///a?b/mlflow.db", "sqlite:///a%b/mlflow.db"],
+)  # fmt: skip
+def test_an_address_that_is_no_store_is_refused_in_one_line_and_leaves_no_file(
+    root: Path, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    before = sorted(root.rglob("*"))
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", given)
+    with pytest.raises(SpecDecError, match=r"sqlite:///\w+/") as caught:
+        open_store()
+    assert "\n" not in str(caught.value)
+    assert "secretpw" not in str(caught.value)
+    assert sorted(root.rglob("*")) == before
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_server_that_does_not_answer_is_said_in_seconds_without_its_password(
+    root: Path, monkeypatch: pytest.MonkeyPatch, silent: bool
+) -> None:
+    monkeypatch.setattr(store, "_PROBE_SECONDS", 1)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if silent:  # connections are taken, and nothing is ever said
+            listener.listen()
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", f"http://user:secretpw@127.0.0.1:{listener.getsockname()[1]}")
+        began = time.monotonic()
+        with pytest.raises(SpecDecError, match=r"does not answer.*unset it") as caught:
+            open_store()
+    assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+    assert "secretpw" not in str(caught.value)
+    assert "MLFLOW_HTTP_REQUEST_TIMEOUT" not in os.environ, "patience is short for the opening alone"
+
+
+def test_a_store_of_another_mlflow_is_one_line(root: Path) -> None:
+    with sqlite3.connect(root / "mlruns" / "mlflow.db") as connection:
+        connection.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
+    connection.close()
+    with pytest.raises(SpecDecError, match=r"cannot be opened.*another version of MLflow") as caught:
+        open_store()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("character", ["%", "?"])
+def test_a_project_folder_that_no_address_can_hold_is_refused_by_its_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, character: str
+) -> None:
+    monkeypatch.setenv("SPECDEC_ROOT", str(tmp_path / f"a{character}41b"))
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    with pytest.raises(SpecDecError, match=rf"'\{character}' in its path.*rename"):
+        open_store()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_project_folder_with_other_odd_characters_keeps_database_and_artifacts(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = tmp_path / "a b#c&d=é;'[x]"
+    shutil.copytree(root / "mlruns", odd / "mlruns")
+    monkeypatch.setenv("SPECDEC_ROOT", str(odd))
+    with open_run("x") as run:
+        run.log_text("here", "word.txt")
+    assert (odd / "mlruns" / "artifacts" / run.id / "artifacts" / "word.txt").read_text(encoding="utf-8") == "here"
 
 
 def test_unwritable_store_is_one_line_that_says_how_to_mend_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -304,6 +375,39 @@ def test_ordinary_text_is_left_as_it_is(text: str) -> None:
     assert mask(text) == text
 
 
+def test_a_secret_inside_another_is_masked_with_the_whole_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    token = SECRETS["hugging face"]
+    monkeypatch.setenv("A_PASSWORD", "abcdefgh")
+    monkeypatch.setenv("B_PASSWORD", "abcdefghTAIL99")
+    monkeypatch.setenv("C_PASSWORD", token[5:15])
+    monkeypatch.setenv("D_PASSWORD", f"head {token} tail")
+    assert mask("x abcdefghTAIL99") == "x ***"
+    assert mask(f"x {token} y") == "x *** y"
+    assert mask(f"x head {token} tail y") == "x *** y"
+    assert mask("token=abcdefgh0123456789abcdef") == "token=***"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["SECRET_KEY", "SECRET_KEY_BASE", "PRIVATE_KEY", "MY_PRIVATE_KEY_PEM", "OPENAI_KEY", "GITHUB_PAT", "MY_AUTH",
+     "AUTH_HEADER", "AUTHORIZATION", "DB_PASS", "API_KEY_2"],
+)  # fmt: skip
+def test_variables_named_like_secrets_are_recognised(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setenv(name, 'plain "words" only')
+    assert mask('x plain "words" only y') == "x *** y"
+    assert mask(json.dumps({"x": 'plain "words" only'})) == '{"x": "***"}'
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("GIT_AUTHOR_NAME", "Some Body Else"), ("SSH_AUTH_SOCK", "/run/agent/socket"), ("MY_AUTH", "none"),
+     ("KEYBOARD", "qwertyuiop"), ("OLDPWD", "/some/folder"), ("XAUTHORITY", "/run/x/authority")],
+)  # fmt: skip
+def test_harmless_variables_are_not_masked(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
+    monkeypatch.setenv(name, value)
+    assert mask(f"x {value} y") == f"x {value} y"
+
+
 @pytest.mark.parametrize("unit", ["x", "-", "=", "a.", "eyJ", "token", "password-", "/9j/4AAQ", "--a", "s://"])
 def test_megabytes_of_text_without_a_space_are_masked_in_linear_time(unit: str) -> None:
     began = time.process_time()
@@ -348,11 +452,23 @@ def test_no_planted_secret_reaches_the_store(root: Path, monkeypatch: pytest.Mon
             assert secret.encode() not in content, (path.name, secret[:4])
 
 
+def test_no_secret_reaches_the_name_that_a_run_makes_of_its_parameters(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PLANTED_PASSWORD", "left.right-half")
+    values = {"pair": "left.right-half", "drafter": SECRETS["hugging face"]}
+    with open_run("00_quickstart", notebook="00_quickstart", params=values) as run:
+        pass
+    assert finished(run).info.run_name == run.name == "00_quickstart · *** · ***"
+    assert "left" not in str(finished(run).to_dictionary())
+
+
 def test_the_environment_is_not_dumped(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SOME_HARMLESS_NAME", "canary-value-93")
+    canary = secrets.token_hex(8)  # made here: the diff of this file is part of a run
+    monkeypatch.setenv("SOME_HARMLESS_NAME", canary)
     with open_run("x"):
         pass
-    assert not [p for p in (root / "mlruns").rglob("*") if p.is_file() and b"canary-value-93" in p.read_bytes()]
+    assert not [p for p in (root / "mlruns").rglob("*") if p.is_file() and canary.encode() in p.read_bytes()]
 
 
 # --- endings ----------------------------------------------------------------------------------------------
@@ -436,7 +552,7 @@ def test_reaper_kills_orphans_and_spares_the_living_and_other_hosts(root: Path) 
 def test_under_a_launcher_the_notebook_attaches_and_never_sets_the_status(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = open_run("launched")
+    run = open_run("launched", notebook="00_quickstart")
     monkeypatch.setenv("MLFLOW_RUN_ID", run.id)
     inner = notebook_run("00_quickstart", {"gamma": 2})
     inner.close()
@@ -453,8 +569,31 @@ def test_stale_run_id_is_one_line(root: Path, monkeypatch: pytest.MonkeyPatch) -
         notebook_run("00_quickstart", {})
 
 
+@pytest.mark.parametrize("theirs", ["01_theory_proof", None])
+def test_a_left_over_run_id_of_something_else_is_refused_in_one_line(
+    root: Path, monkeypatch: pytest.MonkeyPatch, theirs: str | None
+) -> None:
+    run = open_run("theirs", notebook=theirs)
+    monkeypatch.setenv("MLFLOW_RUN_ID", run.id)
+    with pytest.raises(SpecDecError, match=r"not of 00_quickstart: unset it"):
+        notebook_run("00_quickstart", {"gamma": 2})
+    assert finished(run).data.params == {}
+    assert finished(run).info.status == "RUNNING"
+
+
+def test_a_renamed_copy_attaches_to_the_run_of_the_process_that_started_it(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = open_run("my_copy", notebook="my_copy")
+    code = "from specdec_core.lab.lineage import notebook_run; print(notebook_run('00_quickstart', {'gamma': 2}).id)"
+    environment = os.environ | {"MLFLOW_RUN_ID": run.id}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == run.id, done.stderr
+
+
 HAND = """
 import os
+import secrets
 from IPython.core.interactiveshell import InteractiveShell
 shell = InteractiveShell.instance()
 cells = ["from specdec_core.lab.lineage import notebook_run", "run = notebook_run('00_quickstart', {'gamma': 2})"]

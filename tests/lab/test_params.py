@@ -101,6 +101,33 @@ def test_bad_entry_of_a_list_is_pointed_at(root: Path) -> None:
         check("01_theory_proof", {"gammas": [1, 0]})
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("gammas=99", "gammas[0] = 99 does not fit: must be a list that is not empty, each entry a whole number"),
+        ("gammas=1,x", "gammas[1] = 'x' does not fit"),
+        ("gammas=", "gammas = [] does not fit: must be a list that is not empty"),
+    ],
+)
+def test_bad_list_as_override_says_which_entry(root: Path, text: str, words: str) -> None:
+    write_profile(root, "seed: 1\n", name="01_theory_proof")
+    with pytest.raises(SpecDecError) as caught:
+        load_profile("01_theory_proof", "smoke", [text])
+    assert words in str(caught.value)
+
+
+def test_a_parameter_given_twice_is_refused(root: Path) -> None:
+    assert "-p gamma is given more than once" in refusal("gamma=2", "gamma=3", root=root)
+
+
+@pytest.mark.parametrize("profile", ["../01_theory_proof/smoke", "./smoke", "../00_quickstart/smoke", ""])
+def test_a_profile_is_a_name_and_no_path(root: Path, profile: str) -> None:
+    write_profile(root)
+    write_profile(root, "seed: 1\n", name="01_theory_proof")
+    with pytest.raises(SpecDecError, match="choose one of smoke"):
+        load_profile("00_quickstart", profile)
+
+
 def test_several_faults_stand_in_one_line(root: Path) -> None:
     message = refusal("gama=3", "seed=x", root=root)
     assert "'gama'" in message

@@ -16,6 +16,7 @@ import pytest
 from books import CLOSE, artifact_text, artifacts, runs, write_notebook, write_profile
 
 from specdec_core.errors import SpecDecError
+from specdec_core.lab import lineage
 from specdec_core.lab import run as launcher
 from specdec_core.lab.run import RunResult, run_all, run_notebook
 from specdec_core.lab.store import EXPERIMENT, open_store, reap
@@ -177,6 +178,7 @@ def test_a_launcher_killed_outright_takes_its_notebook_with_it_and_is_reaped(roo
         ("gama: 2\n", [], "did you mean 'gamma'"),
         ("gamma: 2\n", ["gamma=four"], "a whole number"),
         ("x", [], "key: value"),
+        ("gamma: 2\n", ["pair=nope"], "There is no pair 'nope'"),
     ],
 )
 def test_bad_parameters_leave_a_failed_run_and_no_kernel_is_started(
@@ -189,6 +191,65 @@ def test_bad_parameters_leave_a_failed_run_and_no_kernel_is_started(
     assert (result.status, result.exit_code, status(result.run_id)) == ("FAILED", 2, "FAILED")
     assert words in result.note
     assert runs()[0].data.tags["notebook.sha256"]
+
+
+@pytest.mark.parametrize("bad", ["file/copy.ipynb", "folder", "notebooks/00_quickstart.ipynb"])
+def test_an_impossible_out_is_found_before_anything_is_executed(
+    root: Path, monkeypatch: pytest.MonkeyPatch, bad: str
+) -> None:
+    source = write_notebook(root).read_bytes()
+    (root / "file").touch()
+    (root / "folder").mkdir()
+    monkeypatch.setattr(launcher, "_execute", lambda *_: pytest.fail("executed"))
+    result = run_notebook("00_quickstart", "smoke", out=root / bad)
+    assert (result.status, result.exit_code, status(result.run_id)) == ("FAILED", 2, "FAILED")
+    assert "--out" in result.note
+    assert (root / "notebooks" / "00_quickstart.ipynb").read_bytes() == source
+
+
+def test_out_makes_its_folder_and_a_copy_that_fails_late_costs_no_good_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_notebook(root)
+
+    def execute(run: object, source: Path, executed: Path, *_: object) -> None:
+        shutil.copyfile(source, executed)
+
+    monkeypatch.setattr(launcher, "_execute", execute)
+    out = root / "new" / "deep" / "copy.ipynb"
+    assert run_notebook("00_quickstart", "smoke", out=out).status == "FINISHED"
+    assert out.is_file()
+    monkeypatch.setattr(launcher, "_check_out", lambda *_: out.unlink() or out.mkdir())
+    result = run_notebook("00_quickstart", "smoke", out=out)
+    assert (result.status, result.exit_code, status(result.run_id)) == ("FINISHED", 0, "FINISHED")
+    assert "--out" in capsys.readouterr().err
+
+
+def test_a_store_that_is_gone_at_the_end_loses_no_result(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_notebook(root)
+
+    def gone(*_: object, **__: object) -> None:
+        raise RuntimeError("connection refused")
+
+    def execute(run: lineage.Run, *_: object) -> None:
+        monkeypatch.setattr(run.store.client, "set_terminated", gone)
+        monkeypatch.setattr(run.store.client, "get_run", gone)
+
+    monkeypatch.setattr(launcher, "_execute", execute)
+    result = run_notebook("00_quickstart", "smoke")
+    assert (result.status, result.exit_code) == ("FAILED", 1)
+    assert "connection refused" in result.note
+
+
+def test_parameters_as_given_do_not_stay_on_disk(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    secret = "hf_" + "AbCdEfGhIjKlMnOpQrStUvWx"
+    write_notebook(root, "raise SystemExit(1)", bare=True)
+    result = run_notebook("00_quickstart", "smoke", [f"prompt={secret}"], out=root / "copy.ipynb")
+    folder = root / "mlruns" / "executed" / result.run_id
+    assert (folder / "00_quickstart.ipynb").is_file()
+    assert not (folder / "params.yaml").exists()
+    for path in root.rglob("*"):
+        assert not path.is_file() or secret.encode() not in path.read_bytes(), path.name
 
 
 def test_a_full_disk_fails_the_run_and_leaves_earlier_runs_untouched(
@@ -255,6 +316,15 @@ def test_engine_finishes_with_executed_copy_and_page_from_any_folder(root: Path,
     assert run.data.metrics == {"answer": 42.0}
     kept = artifacts(open_store().client, run.info.run_id)
     assert {"notebook/00_quickstart.ipynb", "notebook/00_quickstart.html"} <= set(kept)
+
+
+def test_engine_refuses_a_pair_that_is_not_there_before_executing(root: Path) -> None:
+    write_notebook(root, "import pathlib; pathlib.Path('reached').touch()")
+    done = papermill(root, "--engine", "specdec", "--log-level", "ERROR", "-p", "pair", "nope")
+    assert done.returncode == 2
+    assert "There is no pair 'nope'" in done.stderr
+    assert [run.info.status for run in runs()] == ["FAILED"]
+    assert not (root / "reached").exists()
 
 
 def test_engine_fails_the_run_for_a_failing_cell(root: Path) -> None:
