@@ -1,6 +1,6 @@
 """The default pair, with real weights: greedy identity, bounded divergence in bfloat16, stops, the public API.
 
-``SPECDEC_FULL=1`` runs the identity on 60 questions of Spec-Bench, which takes about half an hour on two cores;
+``SPECDEC_FULL=1`` runs the identity on 60 questions of Spec-Bench, which takes about half an hour on two idle cores;
 otherwise a few built-in prompts are taken. ``SPECDEC_DATA`` names the folder that holds spec_bench_open.jsonl.
 """
 
@@ -17,7 +17,6 @@ from specdec_core.lab import workloads
 
 FULL = os.environ.get("SPECDEC_FULL") == "1"
 TOKENS = 48 if FULL else 24
-MOST_PROMPT_TOKENS = 1024
 
 pytestmark = pytest.mark.slow
 

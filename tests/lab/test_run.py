@@ -153,7 +153,8 @@ def test_a_time_out_fails_the_run_and_leaves_no_process_behind(root: Path) -> No
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_stopped_launcher_marks_its_run_killed(root: Path, number: signal.Signals) -> None:
     write_notebook(root, SLEEPER, bare=True)
-    process = subprocess.Popen(LAUNCH)
+    # a test suite that runs in the background has SIGINT ignored, and its children would inherit that
+    process = subprocess.Popen(LAUNCH, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))
     kernel = int(wait_for(root / "pid"))
     process.send_signal(number)
     assert process.wait(timeout=60) == 130

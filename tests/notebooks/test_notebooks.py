@@ -86,7 +86,7 @@ def test_a_notebook_runs_on_the_smoke_profile_and_logs_its_figures_records_and_f
     steps = [json.loads(line) for path in records for line in path.read_text().splitlines()]
     assert {"prefill", "speculative"} <= {s["kind"] for s in steps}
     if name == "00_quickstart":
-        traces = store.client.search_traces(experiment_ids=[store.experiment_id])
+        traces = store.client.search_traces(locations=[store.experiment_id])
         assert len(traces) == 1
         spans = {s.name for s in traces[0].data.spans}
         assert {"draft", "score", "accept", "resample", "repeat"} <= spans
