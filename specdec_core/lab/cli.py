@@ -104,7 +104,8 @@ def _report(results: list[RunResult]) -> None:
         out.print(f"  {result.notebook}: {run_link(store, result.run_id)}", soft_wrap=True)
     for result in results:
         if result.status != "FINISHED":
-            err.print(f"{result.notebook} {result.status}: {result.note}", markup=False)
+            reason = result.note.removeprefix(f"{result.notebook}: ")
+            err.print(f"{result.notebook} {result.status}: {reason}", markup=False)
 
 
 @app.command()

@@ -126,7 +126,13 @@ def _dtypes() -> list[Row]:
             continue  # this format does not exist here
     parts = [f"{str(dtype)[6:]} {times[torch.float32] / seconds:.1f}x" for dtype, seconds in times.items()]
     capability = f", {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
-    return [Row("number formats", f"{', '.join(parts)} (matrix product on {device.type}{capability})", None)]
+    return [
+        Row(
+            "number formats",
+            f"{', '.join(parts)} (speed of a matrix product over float32, {device.type}{capability})",
+            None,
+        )
+    ]
 
 
 def _product_seconds(dtype: object, device: object, size: int, repeats: int = 5) -> float:

@@ -279,7 +279,7 @@ def describe(run: Run, params: Mapping[str, Any], notebook: str | None = None) -
     run.set_tags(words | seed)
     if policy := provenance.policy_of(params):
         run.log_policy(policy)
-    if notebook and run.owns:
+    if notebook:  # also from a kernel whose launcher did not know the defaults of the parameters cell
         shown = [words[k] if k != "gamma" else f"γ{words[k]}" for k in ("pair", "drafter", "gamma") if k in words]
         run.name = mask(" · ".join([Path(notebook).stem, *shown]))
         run.store.client.update_run(run.id, name=run.name)

@@ -49,10 +49,8 @@ def style() -> None:
 
 
 def finish(figure: Figure, run_id: str) -> Figure:
-    """Put the run id below the picture, so that a copy can be traced."""
-    figure.canvas.draw()  # settles the layout, which would otherwise make room for the line inside the picture
-    figure.set_layout_engine("none")
-    figure.text(1.0, -0.01, f"run {run_id}", ha="right", va="top", fontsize=7, color="#888888")
+    """Put the run id above the picture, so that a copy can be traced."""
+    figure.text(1.0, 1.01, f"run {run_id}", ha="right", va="bottom", fontsize=7, color="#888888")
     return figure
 
 
@@ -61,9 +59,10 @@ def headline(figure: Figure, title: str) -> None:
     figure.suptitle(title, x=0.01, ha="left", fontsize=11, fontweight="bold")
 
 
-def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
+def block_map(output: Output, pair: Pair, title: str, most: int = 16) -> Figure:
     """The first target passes as rows of tokens: accepted, rejected (struck, with the target's choice), resampled."""
-    records = [r for r in output.records if r.kind != "prefill"][:most]
+    passes = [r for r in output.records if r.kind != "prefill"]
+    records = passes[:most]
     widest = max((len(r.draft_tokens) for r in records), default=0) + 1
     figure, axes = plt.subplots(figsize=(max(8.0, 1.25 * (widest + 1)), 0.42 * len(records) + 1.4))
     word = lambda t: _short(str(pair.tokenizer.decode([t])))  # noqa: E731
@@ -80,6 +79,8 @@ def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
             _cell(axes, widest, y, word(r.emitted[-1]), COLOURS[end])
         axes.text(-0.15, y + 0.5, f"pass {r.step}", ha="right", va="center", fontsize=8)
     axes.set(xlim=(-0.9, widest + 1), ylim=(len(records), 0))
+    if len(passes) > most:
+        axes.set_xlabel(f"the first {most} of {len(passes)} passes", fontsize=8)
     headline(figure, title)
     axes.set_xticks(
         [*(x + 0.5 for x in range(widest - 1)), widest + 0.5],
@@ -98,7 +99,7 @@ def block_map(output: Output, pair: Pair, title: str, most: int = 14) -> Figure:
 def _cell(axes: Axes, x: float, y: float, text: str, colour: str, strike: bool = False) -> None:
     axes.add_patch(Rectangle((x + 0.03, y + 0.08), 0.94, 0.84, color=colour, alpha=_alpha(strike)))
     ink = "black" if strike or colour in ("#DDDDDD", "#E69F00") else "white"
-    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7.5, color=ink, parse_math=False)
+    axes.text(x + 0.5, y + 0.5, text, ha="center", va="center", fontsize=7, color=ink, parse_math=False)
 
 
 def _alpha(rejected: bool) -> float:

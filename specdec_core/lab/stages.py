@@ -53,7 +53,7 @@ def read_backwards(output: Output, pair: Pair) -> str:
         return "Only the prefill ran: there is no pass to question."
     slow = max(passes, key=lambda r: sum(r.seconds.values()) / len(r.emitted))
     spent, tokens = 1e3 * sum(slow.seconds.values()), len(slow.emitted)
-    start = f"Pass {slow.step} was the slowest: {spent:.0f} ms for {tokens} token{'s' if tokens > 1 else ''}. "
+    start = f"Pass {slow.step} gave least for its time: {spent:.0f} ms for {tokens} token{'s' if tokens > 1 else ''}. "
     word = lambda t: repr(str(pair.tokenizer.decode([t])))  # noqa: E731
     if slow.control == "degraded":
         return start + f"Cause, in stage *draft*: {slow.reason}."
