@@ -38,7 +38,7 @@ ui: $(READY)  ## serve the MLflow UI on 127.0.0.1 and print the links worth open
 	$(BIN)/specdec ui
 
 lab: model  ## open JupyterLab on the notebooks
-	$(BIN)/jupyter lab notebooks
+	$(BIN)/jupyter lab $(if $(filter 0,$(shell id -u)),--allow-root) $(LAB_OPTIONS) notebooks
 
 doctor: $(READY)  ## what this machine can do, and what to mend
 	$(BIN)/specdec doctor
