@@ -96,6 +96,7 @@ class ModelCache:
         self.rows = RowLengths(batch)
         self.cache = Cache(layers=[RowLayer(self.rows) for _ in range(layers)])
         self.limit = context_limit(model)
+        self.trims = "logits_to_keep" in inspect.signature(model.forward).parameters
 
     @property
     def lengths(self) -> list[int]:
@@ -128,14 +129,14 @@ class ModelCache:
         }
         if ragged:
             inputs["attention_mask"] = self._ragged_mask(at)
-        last = torch.tensor([max(c - 1, 0) for c in counts], device=tokens.device)
-        trim = keep == "last" and _can_trim_logits(self.model)
-        if trim:
-            inputs["logits_to_keep"] = 1 if min(counts) == n else last.unique()
+        ends = [max(c - 1, 0) for c in counts]  # column of each row's last real token
+        wanted = sorted(set(ends))
+        if keep == "last" and self.trims:
+            inputs["logits_to_keep"] = 1 if wanted == [n - 1] else torch.tensor(wanted, device=tokens.device)
         logits = self.model(**inputs).logits
         if keep == "last" and logits.shape[1] != 1:
-            column = torch.searchsorted(last.unique(), last) if trim else last
-            logits = logits[torch.arange(batch, device=tokens.device), column].unsqueeze(1)
+            column = [wanted.index(e) for e in ends] if self.trims else ends
+            logits = logits[torch.arange(batch), torch.tensor(column)].unsqueeze(1)
         rows.lengths = [s + c for s, c in zip(start, counts, strict=True)]
         return cast(Tensor, logits)
 
@@ -173,10 +174,6 @@ def context_limit(model: PreTrainedModel) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
-
-
-def _can_trim_logits(model: PreTrainedModel) -> bool:
-    return "logits_to_keep" in inspect.signature(model.forward).parameters
 
 
 def _layer_count(model: PreTrainedModel) -> int:

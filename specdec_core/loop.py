@@ -42,6 +42,11 @@ class Request:
     def committed(self) -> list[int]:
         return self.prompt + self.output
 
+    @property
+    def length(self) -> int:
+        """Committed tokens."""
+        return len(self.prompt) + len(self.output)
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -85,7 +90,7 @@ class Decoding:
 
     def room(self, request: Request) -> int | None:
         limit = self.settings.stops.context
-        return None if limit is None else limit - len(request.prompt) - len(request.output)
+        return None if limit is None else limit - request.length
 
 
 @torch.inference_mode()
@@ -139,9 +144,11 @@ class Block:
     reason: str
 
     @staticmethod
-    def empty(batch: int, device: torch.device, control: str = "baseline") -> Block:
+    def empty(batch: int, device: torch.device) -> Block:
         nothing = Proposal.nothing(batch, device, "")
-        return Block(nothing, [0] * batch, nothing.tokens, nothing.lengths, nothing.tokens.unsqueeze(-1), control, "")
+        return Block(
+            nothing, [0] * batch, nothing.tokens, nothing.lengths, nothing.tokens.unsqueeze(-1), "baseline", ""
+        )
 
 
 @dataclass
@@ -210,7 +217,7 @@ def score(state: Decoding, block: Block) -> Scores:
     Validity: position i of the result conditions on the committed tokens and the first i drafted ones, nothing else.
     """
     with state.clock("score"):
-        pending = torch.tensor([[r.committed[-1]] for r in state.requests], device=state.device)
+        pending = torch.tensor([[(r.output or r.prompt)[-1]] for r in state.requests], device=state.device)
         logits = state.cache.extend(torch.cat([pending, block.tokens], 1))
         return _judged(logits, state.settings.policy)
 
@@ -246,9 +253,9 @@ def repeat(
             request = state.requests[b]
             if request.stop is None:
                 commits.append(_commit(state, request, row))
-        state.cache.rewind([len(r.committed) - 1 for r in state.requests])
+        state.cache.rewind([r.length - 1 for r in state.requests])
         if guard is not None:
-            guard.commit([len(r.committed) for r in state.requests])
+            guard.commit([r.length for r in state.requests])
     started, seconds = state.clock.started, state.clock.seconds()
     return [_record(block, c, started, seconds, len(commits)) for c in commits]
 
@@ -327,7 +334,7 @@ def _commit(state: Decoding, request: Request, row: _Row) -> _Commit:
     """Append what belongs to the text; refuse a target whose judgement is no number."""
     if row.sound <= row.count:  # a position that this pass emits rests on it
         raise SpecDecError(
-            f"The target's logits at position {len(request.committed) + row.sound} of request {request.id} hold NaN or "
+            f"The target's logits at position {request.length + row.sound} of request {request.id} hold NaN or "
             "nothing finite: load its weights again, or use float32."
         )
     new = [*row.tokens[: row.count], row.token]
@@ -366,7 +373,7 @@ def _record(block: Block, commit: _Commit, started: float, seconds: dict[str, fl
         started=started,
         control=control,
         reason=reason,
-        context=len(request.committed) - len(kept),
+        context=request.length - len(kept),
         batch=batch,
     )
     request.records.append(record)

@@ -299,15 +299,21 @@ def _host() -> str:
     return hashlib.sha256(name.encode()).hexdigest()[:12]
 
 
-def _gone(owner_tag: str) -> bool:
-    """Whether the owner was a process of this host that no longer runs. Of other hosts we cannot know."""
+def _process_here(owner_tag: str) -> tuple[int, float] | None:
+    """Number and start time of the owner, or None for another host's and for a tag that is no owner."""
     host, _, rest = owner_tag.partition(":")
     pid, _, created = rest.partition(":")
-    if host != _host() or not pid.isdigit():
+    return (int(pid), float(created)) if host == _host() and pid.isdigit() else None
+
+
+def _gone(owner_tag: str) -> bool:
+    """Whether the owner was a process of this host that no longer runs. Of other hosts we cannot know."""
+    here = _process_here(owner_tag)
+    if here is None:
         return False
     try:
-        process = psutil.Process(int(pid))
-        return bool(abs(process.create_time() - float(created)) > 1 or process.status() == psutil.STATUS_ZOMBIE)
+        process = psutil.Process(here[0])
+        return bool(abs(process.create_time() - here[1]) > 1 or process.status() == psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return True
     except psutil.AccessDenied:
@@ -316,13 +322,12 @@ def _gone(owner_tag: str) -> bool:
 
 def started_by(owner_tag: str) -> bool:
     """Whether the owner is one of the processes that this one descends from."""
-    host, _, rest = owner_tag.partition(":")
-    pid, _, created = rest.partition(":")
-    if host != _host() or not pid.isdigit():
+    here = _process_here(owner_tag)
+    if here is None:
         return False
     try:
         ancestors = psutil.Process().parents()
-        return any(each.pid == int(pid) and abs(each.create_time() - float(created)) <= 1 for each in ancestors)
+        return any(each.pid == here[0] and abs(each.create_time() - here[1]) <= 1 for each in ancestors)
     except psutil.Error:
         return False
 
