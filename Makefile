@@ -19,8 +19,9 @@ help:  ## list the targets
 run: model  ## install, fetch the default model, execute every notebook (PROFILE=smoke|cpu|gpu|full)
 	$(BIN)/specdec run --all --profile $(PROFILE)
 
+# One thread a process: two processes that share their cores make each other's OpenMP threads wait ten times as long.
 test: model lint  ## ruff, mypy and the whole test suite
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: $(READY)
 	$(BIN)/ruff check .

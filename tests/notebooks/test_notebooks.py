@@ -63,7 +63,7 @@ def test_a_notebook_holds_no_logic_of_its_own(name):
 @pytest.mark.parametrize("name", BOOKS)
 def test_a_notebook_runs_on_the_smoke_profile_and_logs_its_figures_records_and_finding(name, tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
-    result = run_notebook(name, "smoke")
+    result = run_notebook(name, "smoke", timeout_s=1200)  # how fast is no matter here
     assert (result.status, result.exit_code) == ("FINISHED", 0), result.note
     store = open_store()
     run = store.client.get_run(result.run_id)
