@@ -14,24 +14,43 @@ from typing import TYPE_CHECKING, Any
 from .errors import SpecDecError
 
 if TYPE_CHECKING:
-    from .api import DRAFTERS, Output, Pair, generate, generate_batch
+    from .api import DRAFTERS, Output, Pair, Stream, generate, generate_batch, stream
+    from .control import Adaptive, BlockLength, Fallback, Fixed, Heuristic
+    from .drafters import Drafter
     from .lab.models import load_pair
+    from .processors import Processing
     from .record import StepRecord
     from .sampling import SamplingPolicy
 
 __version__ = "0.1.0"
 __all__ = [
     "DRAFTERS",
+    "Adaptive",
+    "BlockLength",
+    "Drafter",
+    "Fallback",
+    "Fixed",
+    "Heuristic",
     "Output",
     "Pair",
+    "Processing",
     "SamplingPolicy",
     "SpecDecError",
     "StepRecord",
+    "Stream",
     "generate",
     "generate_batch",
     "load_pair",
+    "stream",
 ]
-_HOME = {"load_pair": ".lab.models", "StepRecord": ".record", "SamplingPolicy": ".sampling"}
+_HOME = {
+    "load_pair": ".lab.models",
+    "StepRecord": ".record",
+    "SamplingPolicy": ".sampling",
+    "Processing": ".processors",
+    "Drafter": ".drafters",
+    **dict.fromkeys(("Adaptive", "BlockLength", "Fallback", "Fixed", "Heuristic"), ".control"),
+}
 
 
 def __getattr__(name: str) -> Any:

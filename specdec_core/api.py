@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
@@ -12,12 +11,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from . import record
 from .caches import context_limit
+from .control import Adaptive, BlockLength, Fallback, Fixed, Heuristic
 from .drafters import Drafter, ModelDrafter, PromptLookupDrafter
 from .errors import SpecDecError, number, whole
-from .loop import Request, Settings, ordinary_decoding, speculative_decoding
+from .loop import Request, Settings, capacity, ordinary_decoding, speculative_decoding
+from .processors import Processing, from_generation_config
 from .record import StepRecord
 from .sampling import RequestRandom, SamplingPolicy
 from .stops import Stops
+from .verify import BLOCK, TOKEN, Rule
 
 DRAFTERS = ("prompt_lookup", "model", "self")
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
@@ -39,18 +41,26 @@ class Pair:
         """Size of the target's law (its output head, which may be padded beyond the tokenizer)."""
         return int(self.target.config.get_text_config(decoder=True).vocab_size)
 
-    def make_drafter(self, kind: str, policy: SamplingPolicy, confidence: float = 0.0) -> Drafter:
+    def make_drafter(
+        self,
+        kind: str,
+        policy: SamplingPolicy,
+        confidence: float = 0.0,
+        candidates: int = 1,
+        processing: Processing | None = None,
+        capacity: int | None = None,
+    ) -> Drafter:
         """A fresh drafter of one of ``DRAFTERS``; ``self`` uses the target as its own draft (the 100 % check)."""
         if kind == "prompt_lookup":
             return PromptLookupDrafter(self.target.device)
         if kind == "self":
-            return ModelDrafter(self.target, policy, self.vocab, confidence)
+            return ModelDrafter(self.target, policy, self.vocab, confidence, candidates, processing, capacity)
         if kind == "model":
             if self.draft is None:
                 raise SpecDecError(
                     f"Pair '{self.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
                 )
-            return ModelDrafter(self.draft, policy, self.vocab, confidence)
+            return ModelDrafter(self.draft, policy, self.vocab, confidence, candidates, processing, capacity)
         raise SpecDecError(f"drafter='{kind}' is unknown: choose one of {', '.join(DRAFTERS)}.")
 
 
@@ -88,6 +98,12 @@ class Options(TypedDict, total=False):
     confidence: float
     draft_timeout: float | None
     diagnostics: bool
+    rule: str | None
+    candidates: int
+    control: str | BlockLength
+    processing: Processing | None
+    max_batch: int | None
+    fixed_shapes: bool
 
 
 def generate(pair: Pair, prompt: Prompt, **options: Unpack[Options]) -> Output:
@@ -99,7 +115,107 @@ def generate(pair: Pair, prompt: Prompt, **options: Unpack[Options]) -> Output:
     return generate_batch(pair, [prompt], **options)[0]
 
 
-def generate_batch(
+def generate_batch(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -> list[Output]:
+    """Decode prompts together; each row's tokens are those it would have alone.
+
+    Args:
+        max_new_tokens: exactly so many tokens are emitted unless a stop comes first. Default 128.
+        gamma: block length, tokens drafted per target pass. Default 4.
+        temperature: 0 (default) is greedy. top_k, top_p, min_p: see :class:`~specdec_core.sampling.SamplingPolicy`.
+        seed: an int (default 0) seeds row i by (seed, i); a list seeds each row on its own, so that a row is the same
+            in any batch. None takes fresh entropy.
+        drafter: one of ``DRAFTERS`` or an object with the Drafter protocol; None takes the pair's.
+        speculate: False runs ordinary decoding, the baseline, on the same cache and stops.
+        stop: the text ends before these strings. eos: token ids that end it; None takes the model's own.
+        chat: wrap a text prompt in the tokenizer's chat template; None does so where there is one.
+        confidence: see :class:`~specdec_core.drafters.ModelDrafter`. draft_timeout: seconds a draft may take.
+        diagnostics: keep p, q, entropies and the target's preference in the records (default).
+        rule: ``token`` (default when sampling) or ``block``; greedy decoding has its own.
+        candidates: tokens for each position, 1 by default; more need a drafter that is a model, and the token rule.
+        control: ``fixed`` (default), ``heuristic``, ``adaptive``, ``fallback`` or a
+            :class:`~specdec_core.control.BlockLength`, which keeps what it learned for the next call.
+        processing: penalties, bad words, forced tokens and so on; None takes what the model's generation_config asks of
+            Hugging Face ``generate``, ``Processing()`` none.
+        max_batch: rows that run at once; the other prompts wait for a place.
+        fixed_shapes: allocate all at once, so that on a GPU the passes are CUDA graphs.
+
+    Raises:
+        SpecDecError: with one line that says what is wrong and how to mend it.
+    """
+    decoding = prepare(pair, prompts, **options)
+    for _ in decoding.steps:
+        pass
+    return decoding.outputs()
+
+
+def stream(pair: Pair, prompt: Prompt, **options: Unpack[Options]) -> Stream:
+    """Decode one prompt and hand its tokens out as they are committed; options as for :func:`generate_batch`.
+
+    Example: ``for piece in stream(pair, "Count to ten."): print(piece, end="")``. The pieces add up to the text of
+    ``.output``, which is there when the last piece is; ``.cancel()`` ends the text after the present pass.
+    """
+    return Stream(prepare(pair, [prompt], **options))
+
+
+@dataclass
+class Prepared:
+    """A decoding that has not begun: its requests, and the passes to be drawn from ``steps``."""
+
+    pair: Pair
+    requests: list[Request]
+    steps: Iterator[list[StepRecord]]
+    stops: Stops
+
+    def outputs(self) -> list[Output]:
+        text = self.pair.tokenizer.decode
+        return [
+            Output(str(text(r.prompt)), r.prompt, self.stops.text(r.output), r.output, r.stop, r.records)
+            for r in self.requests
+        ]
+
+
+class Stream:
+    """Pieces of one text. A character whose tokens are not all there, and what may become a stop string, is held."""
+
+    def __init__(self, prepared: Prepared):
+        self._prepared = prepared
+        (self.request,) = prepared.requests
+
+    def __iter__(self) -> Iterator[str]:
+        given = 0
+        for _ in self._prepared.steps:
+            text = self._prepared.stops.text(self.request.output)
+            sure = len(text) if self.request.stop else self._settled(text)
+            if sure > given:
+                yield text[given:sure]
+                given = sure
+        text = self.output.text
+        if len(text) > given:  # cancelled: what was held back is all there will be
+            yield text[given:]
+
+    def _settled(self, text: str) -> int:
+        sure = len(text.rstrip("\ufffd"))
+        for s in self._prepared.stops.strings:
+            for n in range(min(len(s) - 1, sure), 0, -1):
+                if text[:sure].endswith(s[:n]):
+                    sure -= n
+                    break
+        return sure
+
+    def cancel(self) -> None:
+        self.request.cancel()
+
+    @property
+    def tokens(self) -> list[int]:
+        """Committed so far."""
+        return self.request.output
+
+    @property
+    def output(self) -> Output:
+        return self._prepared.outputs()[0]
+
+
+def prepare(
     pair: Pair,
     prompts: Sequence[Prompt],
     *,
@@ -118,82 +234,71 @@ def generate_batch(
     confidence: float = 0.0,
     draft_timeout: float | None = None,
     diagnostics: bool = True,
-) -> list[Output]:
-    """Decode prompts together; each row's tokens are those it would have alone.
-
-    Args:
-        max_new_tokens: exactly so many tokens are emitted unless a stop comes first.
-        gamma: block length, tokens drafted per target pass.
-        temperature: 0 is greedy. top_k, top_p, min_p: see :class:`~specdec_core.sampling.SamplingPolicy`.
-        seed: an int seeds row i by (seed, i); a list seeds each row on its own, so that a row is the same in any
-            batch. None takes fresh entropy.
-        drafter: ``prompt_lookup``, ``model``, ``self``, or an object with the Drafter protocol; None takes the pair's.
-        speculate: False runs ordinary decoding, the baseline, on the same cache and stops.
-        stop: the text ends before these strings. eos: token ids that end it; None takes the model's own.
-        chat: wrap a text prompt in the tokenizer's chat template; None does so where there is one.
-        confidence: see :class:`~specdec_core.drafters.ModelDrafter`. draft_timeout: seconds a draft may take.
-        diagnostics: keep p, q, entropies and the target's preference in the records.
-
-    Raises:
-        SpecDecError: with one line that says what is wrong and how to mend it.
-    """
-    warn_of_unapplied(pair)
+    rule: str | None = None,
+    candidates: int = 1,
+    control: str | BlockLength = "fixed",
+    processing: Processing | None = None,
+    max_batch: int | None = None,
+    fixed_shapes: bool = False,
+) -> Prepared:
+    """Check every option of :func:`generate_batch` and set the decoding up."""
     policy = SamplingPolicy(temperature, top_k, top_p, min_p)
     number("confidence", confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
     if draft_timeout is not None:
         number("draft_timeout", draft_timeout, lambda s: s > 0, "seconds above 0, or None")
+    if max_batch is not None:
+        whole("max_batch", max_batch, 1, 2**31)
     stops = make_stops(pair, stop, eos)
-    settings = Settings(whole("gamma", gamma, 1, 1024), policy, stops, None, draft_timeout, diagnostics)
+    if processing is None:
+        processing = from_generation_config(pair.target.generation_config, sorted(stops.eos))
+    settings = Settings(
+        gamma=whole("gamma", gamma, 1, 1024),
+        policy=policy,
+        stops=stops,
+        rule=_rule(rule, policy, whole("candidates", candidates, 1, 64)),
+        draft_timeout=draft_timeout,
+        diagnostics=diagnostics,
+        processing=processing,
+        control=_control(control, gamma),
+        max_batch=max_batch,
+        fixed_shapes=fixed_shapes,
+    )
     requests = make_requests(pair, prompts, whole("max_new_tokens", max_new_tokens, 0, 2**31), seed, chat)
     if not speculate:
-        return collect(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
+        return Prepared(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
     chosen = drafter if drafter is not None else pair.drafter
     if isinstance(chosen, str):
-        chosen = pair.make_drafter(chosen, policy, confidence)
-    elif isinstance(chosen, type) or not all(hasattr(chosen, m) for m in ("start", "propose", "commit")):
+        slots = capacity(requests, gamma) if fixed_shapes and requests else None
+        chosen = pair.make_drafter(chosen, policy, confidence, candidates, processing, slots)
+    elif isinstance(chosen, type) or not isinstance(chosen, Drafter):
         raise SpecDecError(
-            f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object with "
-            "start, propose and commit."
+            f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object of a class derived "
+            "from specdec_core.Drafter."
         )
-    return collect(pair, requests, speculative_decoding(pair.target, requests, chosen, settings), stops)
+    return Prepared(pair, requests, speculative_decoding(pair.target, requests, chosen, settings), stops)
 
 
-def collect(pair: Pair, requests: list[Request], steps: Iterator[list[StepRecord]], stops: Stops) -> list[Output]:
-    """Drain a decoding and collect each request's Output."""
-    for _ in steps:
-        pass
-    return [
-        Output(str(pair.tokenizer.decode(r.prompt)), r.prompt, stops.text(r.output), r.output, r.stop, r.records)
-        for r in requests
-    ]
+def _rule(name: str | None, policy: SamplingPolicy, candidates: int) -> Rule | None:
+    exact = {"token": TOKEN, "block": BLOCK}
+    if name is not None and name not in exact:
+        raise SpecDecError(f"rule={name!r} is not possible: give token or block (temperature 0 has its own).")
+    if candidates > 1 and name == "block":
+        raise SpecDecError("rule='block' judges one candidate a position: use rule='token', or candidates=1.")
+    return None if policy.greedy or name is None else exact[name]
 
 
-# Settings of a model's generation_config that Hugging Face ``generate`` applies by itself, and what switches them off.
-_PROCESSORS = (
-    "repetition_penalty",
-    "no_repeat_ngram_size",
-    "bad_words_ids",
-    "suppress_tokens",
-    "begin_suppress_tokens",
-    "min_length",
-    "min_new_tokens",
-    "forced_bos_token_id",
-    "forced_eos_token_id",
-    "exponential_decay_length_penalty",
-    "sequence_bias",
-    "guidance_scale",
-)
-_OFF: tuple[Any, ...] = (None, 0, 1, [])
-
-
-def warn_of_unapplied(pair: Pair) -> None:
-    """Warn once a pair of processors in the target's generation_config: output then differs from ``generate``'s."""
-    config = pair.target.generation_config
-    found = {name: getattr(config, name) for name in _PROCESSORS if getattr(config, name, None) not in _OFF}
-    if found and not pair.lineage.get("unapplied"):
-        named = ", ".join(f"{name}={value}" for name, value in found.items())
-        warnings.warn(f"The model's generation_config sets {named}; this loop does not apply that.", stacklevel=3)
-    pair.lineage["unapplied"] = sorted(found)
+def _control(control: str | BlockLength, gamma: int) -> BlockLength:
+    made: dict[str, Callable[[], BlockLength]] = {
+        "fixed": lambda: Fixed(gamma),
+        "heuristic": lambda: Heuristic(gamma),
+        "adaptive": lambda: Adaptive(start=gamma),
+        "fallback": lambda: Fallback(Adaptive(start=gamma)),
+    }
+    if isinstance(control, BlockLength):
+        return control
+    if control not in made:
+        raise SpecDecError(f"control={control!r} is unknown: choose one of {', '.join(made)}, or a BlockLength.")
+    return made[control]()
 
 
 def make_stops(pair: Pair, strings: str | Sequence[str] = (), eos: Sequence[int] | None = None) -> Stops:

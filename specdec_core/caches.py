@@ -2,24 +2,49 @@
 
 Keys and values lie in one buffer per layer, written in place at each row's own length. Rewinding is then only a
 smaller number: what lies beyond a row's length is never seen and is overwritten next. Nothing is copied, and
-rows of a batch may accept different counts.
+rows of a batch may accept different counts. Windows (sliding, chunked) are cut by the mask, not by the buffer, so that
+they too can be rewound. A recurrent state cannot be taken back: it is kept from before each pass and restored.
 """
 
 from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer
+from transformers.cache_utils import (
+    Cache,
+    CacheLayerMixin,
+    DummyLayer,
+    DynamicCache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionAndSlidingWindowAttentionLayer,
+    LinearAttentionLayer,
+)
 
 from .errors import SpecDecError
+
+
+class RowLengths:
+    """Where the rows of a batch stand; shared by all layers. Host numbers: no device is asked for them."""
+
+    def __init__(self, batch: int, fixed: int | None):
+        self.lengths = [0] * batch
+        self.fixed = fixed  # slots a row, where shapes must not change
+        self.end = 0  # one past the last slot that the pass under way may see
+        self.slots: Tensor | None = None  # [B, n] written by that pass; None when rows agree: the last n before end
+
+    def capacity(self) -> int:
+        return self.fixed or max(64, 1 << math.ceil(math.log2(self.end + 1)))
 
 
 class RowLayer(CacheLayerMixin):
@@ -32,8 +57,7 @@ class RowLayer(CacheLayerMixin):
         self.rows = rows
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.keys = self._grown(None, key_states)
-        self.values = self._grown(None, value_states)
+        self.keys, self.values = self._grown(None, key_states), self._grown(None, value_states)
         self.is_initialized = True
 
     def _grown(self, old: Tensor | None, like: Tensor) -> Tensor:
@@ -50,14 +74,14 @@ class RowLayer(CacheLayerMixin):
         if self.rows.end > keys.shape[2]:
             keys, values = self._grown(keys, key_states), self._grown(values, value_states)
             self.keys, self.values = keys, values
-        if self.rows.positions is None:  # every row at the same length: a plain slice
+        if self.rows.slots is None:  # every row at the same length: a plain slice
             start = self.rows.end - key_states.shape[2]
             keys[:, :, start : self.rows.end] = key_states
             values[:, :, start : self.rows.end] = value_states
         else:
             row = torch.arange(keys.shape[0], device=keys.device).unsqueeze(1)
-            keys[row, :, self.rows.positions] = key_states.transpose(1, 2)
-            values[row, :, self.rows.positions] = value_states.transpose(1, 2)
+            keys[row, :, self.rows.slots] = key_states.transpose(1, 2)
+            values[row, :, self.rows.slots] = value_states.transpose(1, 2)
         return keys[:, :, : self.rows.end], values[:, :, : self.rows.end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -70,40 +94,61 @@ class RowLayer(CacheLayerMixin):
         return -1
 
 
-class RowLengths:
-    """Where the rows of a batch stand; shared by all layers. Host numbers: no device is asked for them."""
+class RowStateLayer(LinearAttentionLayer, RowLayer):  # type: ignore[misc, override]
+    """A layer with both a recurrent state and attention."""
 
-    def __init__(self, batch: int):
-        self.lengths = [0] * batch
-        self.end = 0  # one past the last slot that the pass under way writes
-        self.positions: Tensor | None = None  # [B, n] slots written by that pass, or None when rows agree
+    def __init__(self, rows: RowLengths, states: int):
+        RowLayer.__init__(self, rows)
+        LinearAttentionLayer.__init__(self, number_of_states=states)
 
-    def capacity(self) -> int:
-        return max(64, 1 << math.ceil(math.log2(self.end + 1)))
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        (RowLayer if args else LinearAttentionLayer).lazy_initialization(self, *args, **kwargs)
+
+
+def _state_layer(rows: RowLengths, states: int) -> LinearAttentionLayer:
+    return LinearAttentionLayer(number_of_states=states)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A block that branches: column i stands ``depth[i]`` behind what is held and sees the columns ``sees[i]``."""
+
+    depth: Tensor  # [n] int64
+    sees: Tensor  # [n, n] bool, itself included
 
 
 class ModelCache:
-    """A model with its cache for a batch of rows.
+    """A model with its cache for a batch of rows. ``lengths[b]`` tokens of row b are held.
 
-    ``lengths[b]`` tokens of row b are held. Raises SpecDecError for a model whose cache cannot be rewound
-    exactly (recurrent, hybrid, sliding window), before the first token.
+    ``capacity`` allocates that many slots a row at once and fixes every shape, so that on a GPU a pass is captured as
+    a CUDA graph and replayed. Raises SpecDecError for a model whose output would not be exact, before the first token.
     """
 
-    def __init__(self, model: PreTrainedModel, batch: int):
-        layers = _layer_count(model)
+    def __init__(self, model: PreTrainedModel, batch: int, capacity: int | None = None):
+        self.plan = plan_of(model)
         check_rewindable(model)
-        self.model = model
-        self.rows = RowLengths(batch)
-        self.cache = Cache(layers=[RowLayer(self.rows) for _ in range(layers)])
+        self.model, self.rows = model, RowLengths(batch, capacity)
+        self.layers = [make(self.rows) for make in self.plan.layers]
+        self.cache = Cache(layers=list(self.layers))
         self.limit = context_limit(model)
         self.trims = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self.states = _States([x for x in self.layers if isinstance(x, LinearAttentionLayer)])
+        self.graphs: dict[int, _Captured] = {}
+        if capacity is not None and self.states.layers:
+            raise SpecDecError(
+                f"Model type '{self.plan.kind}' keeps a recurrent state: fixed shapes are for attention."
+            )
 
     @property
     def lengths(self) -> list[int]:
         return list(self.rows.lengths)
 
     def extend(
-        self, tokens: Tensor, counts: Sequence[int] | None = None, keep: Literal["all", "last"] = "all"
+        self,
+        tokens: Tensor,
+        counts: Sequence[int] | None = None,
+        keep: Literal["all", "last"] = "all",
+        tree: Tree | None = None,
     ) -> Tensor:
         """Feed tokens and hold their keys and values.
 
@@ -112,50 +157,296 @@ class ModelCache:
             counts: how many of the n are real in each row (the rest is padding on the right and is not held).
             keep: ``"all"`` gives logits ``[B, n, V]``, ``"last"`` those after each row's last real token
                 ``[B, 1, V]``, so that a long prompt does not pay for the output head at every position.
+            tree: what each column sees, where that is not all before it.
         """
-        batch, n = tokens.shape
-        counts = [n] * batch if counts is None else counts
-        rows, start = self.rows, self.rows.lengths
-        rows.end = max(start) + n
-        ragged = len(set(start)) > 1
-        at = torch.tensor(start, device=tokens.device).unsqueeze(1) + torch.arange(n, device=tokens.device)
-        rows.positions = at if ragged else None
-        positions = at if self.limit is None else at.clamp(max=self.limit - 1)  # padding may run over the edge
-        inputs: dict[str, Any] = {
-            "input_ids": tokens,
-            "position_ids": positions,
-            "cache": self.cache,
-            "use_cache": True,
-        }
-        if ragged:
-            inputs["attention_mask"] = self._ragged_mask(at)
-        ends = [max(c - 1, 0) for c in counts]  # column of each row's last real token
-        wanted = sorted(set(ends))
-        if keep == "last" and self.trims:
-            inputs["logits_to_keep"] = 1 if wanted == [n - 1] else torch.tensor(wanted, device=tokens.device)
-        logits = self.model(**inputs).logits
-        if keep == "last" and logits.shape[1] != 1:
-            column = [wanted.index(e) for e in ends] if self.trims else ends
-            logits = logits[torch.arange(batch), torch.tensor(column)].unsqueeze(1)
-        rows.lengths = [s + c for s, c in zip(start, counts, strict=True)]
-        return cast(Tensor, logits)
+        counts = [tokens.shape[1]] * len(tokens) if counts is None else list(counts)
+        start = self.lengths
+        if self.states.layers:
+            logits = self._extend_states(tokens, counts)
+            if keep == "last":
+                logits = logits[torch.arange(len(counts)), torch.tensor([max(c - 1, 0) for c in counts])].unsqueeze(1)
+        else:
+            logits = self._last(tokens, counts) if keep == "last" else self._pass(tokens, tree)
+        self.rows.lengths = [s + c for s, c in zip(start, counts, strict=True)]
+        return logits
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Forget all but the first ``lengths[b]`` tokens of each row."""
         for row, (have, want) in enumerate(zip(self.rows.lengths, lengths, strict=True)):
             if not 0 <= want <= have:
                 raise ValueError(f"row {row} holds {have} tokens and cannot be rewound to {want}")
+        if self.states.layers:
+            self._rewind_states(list(lengths))
         self.rows.lengths = list(lengths)
 
-    def _ragged_mask(self, at: Tensor) -> Tensor:
-        """``[B, 1, n, end]`` additive: the query at position i sees the slots up to i of its own row."""
-        seen = torch.arange(self.rows.end, device=at.device) <= at.unsqueeze(-1)
-        dtype = self.model.dtype
-        return (
-            torch.zeros(seen.shape, dtype=dtype, device=at.device)
-            .masked_fill_(~seen, torch.finfo(dtype).min)
-            .unsqueeze(1)
-        )
+    def move(self, source: Sequence[int], to: Sequence[int]) -> None:
+        """Row by row, the token held at slot ``source[b]`` goes to slot ``to[b]``: a branch joins the text."""
+        row = torch.arange(len(source))
+        for layer in self.layers:
+            if isinstance(layer, RowLayer) and layer.is_initialized:
+                for buffer in (cast(Tensor, layer.keys), cast(Tensor, layer.values)):
+                    buffer[row, :, torch.tensor(to)] = buffer[row, :, torch.tensor(source)]
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Only these rows go on, in this order; the places of the others are free."""
+        index = torch.tensor(list(rows), dtype=torch.int64, device=self.model.device)
+        for layer in self.layers:
+            if isinstance(layer, RowLayer) and layer.is_initialized:
+                layer.keys, layer.values = (cast(Tensor, x).index_select(0, index) for x in (layer.keys, layer.values))
+        self.states.keep(index)
+        self.rows.lengths = [self.rows.lengths[b] for b in rows]
+
+    def append(self, other: ModelCache) -> None:
+        """The rows of ``other``, a cache of the same model, behind these; ``other`` is used up."""
+        sizes = len(self.rows.lengths), len(other.rows.lengths)
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if isinstance(mine, RowLayer) and (mine.is_initialized or theirs.is_initialized):
+                mine.keys = _stacked(mine.keys, theirs.keys, *sizes)
+                mine.values = _stacked(mine.values, theirs.values, *sizes)
+                mine.is_initialized = True
+        self.states.append(other.states, *sizes)
+        self.rows.lengths += other.rows.lengths
+
+    # --- one pass of the model ----------------------------------------------------------------------------
+
+    def _last(self, tokens: Tensor, counts: Sequence[int]) -> Tensor:
+        ends = [max(c - 1, 0) for c in counts]  # column of each row's last real token
+        wanted = sorted(set(ends))
+        if not self.trims:
+            return self._pass(tokens)[torch.arange(len(ends)), torch.tensor(ends)].unsqueeze(1)
+        logits = self._pass(tokens, keep=1 if wanted == [tokens.shape[1] - 1] else wanted)
+        if logits.shape[1] == 1:
+            return logits
+        return logits[torch.arange(len(ends)), torch.tensor([wanted.index(e) for e in ends])].unsqueeze(1)
+
+    def _pass(self, tokens: Tensor, tree: Tree | None = None, keep: int | list[int] | None = None) -> Tensor:
+        start = self.rows.lengths
+        self.rows.end = self.rows.fixed or max(start) + tokens.shape[1]
+        ragged = len(set(start)) > 1
+        if (ragged or tree or self.rows.fixed) and not self.plan.masks:
+            raise SpecDecError(
+                f"attention '{self.model.config._attn_implementation}' takes no mask of ours, which batches, several "
+                "candidates and fixed shapes need: decode one prompt at a time, or load the model with sdpa or eager."
+            )
+        at = torch.tensor(start, device=tokens.device)
+        if self.rows.fixed and keep is None and tree is None:
+            captured = self.graphs.setdefault(tokens.shape[1], _Captured(self._forward))
+            return captured(tokens, at)
+        return self._forward(tokens, at, ragged or self.rows.fixed is not None, tree, keep)
+
+    def _forward(
+        self, tokens: Tensor, start: Tensor, rowwise: bool = True, tree: Tree | None = None, keep: Any = None
+    ) -> Tensor:
+        """The model's logits for ``tokens [B, n]`` behind ``start [B]``. Reads nothing from the device."""
+        columns = torch.arange(tokens.shape[1], device=tokens.device)
+        slots = start.unsqueeze(1) + columns
+        positions = slots if tree is None else start.unsqueeze(1) + tree.depth
+        self.rows.slots = slots if rowwise else None
+        inputs: dict[str, Any] = {"input_ids": tokens, "cache": self.cache, "use_cache": True}
+        # Padding may run over the edge of the context.
+        inputs["position_ids"] = positions if self.limit is None else positions.clamp(max=self.limit - 1)
+        if rowwise or tree is not None:
+            inputs["attention_mask"] = self._masks(start, slots, positions, tree)
+        if keep is not None:
+            inputs["logits_to_keep"] = keep if isinstance(keep, int) else torch.tensor(keep, device=tokens.device)
+        return cast(Tensor, self.model(**inputs).logits)
+
+    def _masks(self, start: Tensor, slots: Tensor, positions: Tensor, tree: Tree | None) -> Any:
+        """``[B, 1, n, end]`` additive: a query sees the slots of its own row up to itself (or what its tree says),
+        within its layer's window; a dict by kind of layer where the model has several kinds."""
+        all_slots = torch.arange(self.rows.end, device=start.device)
+        seen, where = all_slots <= slots.unsqueeze(-1), all_slots.expand(len(start), 1, -1)
+        if tree is not None:
+            n = slots.shape[1]
+            inside = all_slots - start.unsqueeze(1)  # [B, end]: column of the block that lies in each slot
+            column = inside.clamp(0, n - 1)
+            seen = (inside < 0).unsqueeze(1) | (
+                ((inside >= 0) & (inside < n)).unsqueeze(1) & tree.sees[:, column].transpose(0, 1)
+            )
+            where = torch.where(inside < 0, all_slots, start.unsqueeze(1) + tree.depth[column]).unsqueeze(1)
+        masks: dict[str, Tensor | None] = {}
+        for kind, near in self.plan.windows.items():
+            visible = seen if near is None else seen & near(positions.unsqueeze(-1), where)
+            blank = torch.zeros(visible.shape, dtype=self.model.dtype, device=start.device)
+            masks[kind] = blank.masked_fill_(~visible, torch.finfo(self.model.dtype).min).unsqueeze(1)
+        if len(masks) == 1:
+            return next(iter(masks.values()))
+        return {**masks, "linear_attention": None, "conv": None}
+
+    # --- recurrent states ---------------------------------------------------------------------------------
+
+    def _extend_states(self, tokens: Tensor, counts: list[int]) -> Tensor:
+        """Padding would enter a state, so rows with the same count of real tokens are taken together."""
+        self.states.remember(self.rows.lengths, tokens)
+        logits = self._by_count(tokens, counts)
+        assert logits is not None
+        return logits
+
+    def _by_count(self, tokens: Tensor, counts: list[int]) -> Tensor | None:
+        """Feed ``tokens[b, :counts[b]]`` from the present states: one pass for each count that occurs."""
+        base, reached, logits = self.states.now(), self.states.now(), None
+        for count in sorted(set(counts) - {0}):
+            self.states.set([base] * len(counts))
+            out = self._pass(tokens[:, :count])
+            mine = torch.tensor([c == count for c in counts], device=tokens.device)
+            after = self.states.now()
+            reached = [_rowwise(mine, a, r) for a, r in zip(after, reached, strict=True)]
+            if logits is None:
+                logits = out.new_zeros(len(counts), tokens.shape[1], out.shape[-1])
+            logits[mine, :count] = out[mine]
+        self.states.put(reached)
+        return logits
+
+    def _rewind_states(self, lengths: list[int]) -> None:
+        """Back to the last state kept at or before each row's new length, and the few tokens after it once more."""
+        present = self.states.now()
+        chosen: list[list[Tensor | None]] = []
+        counts: list[int] = []
+        lines: list[list[int]] = []
+        for b, (have, want) in enumerate(zip(self.rows.lengths, lengths, strict=True)):
+            index = max((i for i, k in enumerate(self.states.kept) if k.lengths[b] <= want), default=None)
+            if want == have or index is None:
+                chosen.append(present)
+                counts.append(0)
+                lines.append([])
+                continue
+            kept = self.states.kept[index]
+            chosen.append(kept.tensors)
+            counts.append(want - kept.lengths[b])
+            lines.append(kept.tokens[b, : counts[-1]].tolist() if counts[-1] else [])
+        if lengths != self.rows.lengths:
+            self.states.set(chosen)
+            if any(counts):
+                self.rows.lengths = [n - c for n, c in zip(lengths, counts, strict=True)]
+                padded = [line + [0] * (max(counts) - len(line)) for line in lines]
+                self._by_count(torch.tensor(padded, device=self.model.device), counts)
+        self.states.kept.clear()
+
+
+def _stacked(mine: Tensor | None, theirs: Tensor | None, rows: int, others: int) -> Tensor:
+    """Two buffers ``[B, heads, capacity, dim]`` as one; one that was never written counts as that many empty rows."""
+    like = theirs if mine is None else mine
+    assert like is not None
+    both = [like.new_zeros(n, *like.shape[1:]) if x is None else x for x, n in ((mine, rows), (theirs, others))]
+    longest = max(x.shape[2] for x in both)
+    return torch.cat([torch.nn.functional.pad(x, (0, 0, 0, longest - x.shape[2])) for x in both])
+
+
+def _rowwise(mine: Tensor, yes: Tensor | None, no: Tensor | None) -> Tensor | None:
+    """Rows of ``yes`` where ``mine [B]``, else of ``no``; a state not yet made is zero."""
+    if yes is None:
+        return no
+    return torch.where(mine.view(-1, *[1] * (yes.ndim - 1)), yes, torch.zeros_like(yes) if no is None else no)
+
+
+@dataclass
+class _Kept:
+    """The states before a pass, and what the pass fed."""
+
+    lengths: list[int]
+    tensors: list[Tensor | None]
+    tokens: Tensor
+
+
+class _States:
+    """The recurrent states of a model, row by row; none for most models."""
+
+    def __init__(self, layers: list[LinearAttentionLayer]):
+        self.layers = layers
+        self.kept: list[_Kept] = []  # since the last rewind
+
+    def _slots(self) -> list[tuple[LinearAttentionLayer, dict[int, Tensor | None], int]]:
+        return [
+            (layer, store, i)
+            for layer in self.layers
+            for store in (layer.conv_states, layer.recurrent_states)
+            for i in range(layer.number_of_states)
+        ]
+
+    def now(self) -> list[Tensor | None]:
+        return [None if store[i] is None else cast(Tensor, store[i]).clone() for _, store, i in self._slots()]
+
+    def remember(self, lengths: Sequence[int], tokens: Tensor) -> None:
+        self.kept.append(_Kept(list(lengths), self.now(), tokens))
+
+    def set(self, by_row: Sequence[list[Tensor | None]]) -> None:
+        """Row b gets its states from ``by_row[b]``; one that was not made yet is zero, as before the first token."""
+        for n, (_, store, i) in enumerate(self._slots()):
+            state = store[i]
+            if state is not None:
+                rows = [row[n][b] if row[n] is not None else torch.zeros_like(state[b]) for b, row in enumerate(by_row)]  # type: ignore[index]
+                state.copy_(torch.stack(rows))
+
+    def put(self, tensors: list[Tensor | None]) -> None:
+        for (_, store, i), tensor in zip(self._slots(), tensors, strict=True):
+            if tensor is not None:
+                cast(Tensor, store[i]).copy_(tensor)
+
+    def keep(self, index: Tensor) -> None:
+        for _, store, i in self._slots():
+            store[i] = None if store[i] is None else cast(Tensor, store[i]).index_select(0, index)
+
+    def append(self, other: _States, mine: int, theirs: int) -> None:
+        for (layer, store, i), (source, new, _) in zip(self._slots(), other._slots(), strict=True):
+            a, b = store[i], new[i]
+            like = a if a is not None else b
+            if like is None:
+                continue
+            a = like.new_zeros(mine, *like.shape[1:]) if a is None else a
+            b = like.new_zeros(theirs, *like.shape[1:]) if b is None else b
+            store[i] = torch.cat([a, b])
+            for flags in ("has_previous_state", "is_conv_states_initialized", "is_recurrent_states_initialized"):
+                getattr(layer, flags)[i] |= getattr(source, flags)[i]
+            layer.conv_kernel_size[i] = layer.conv_kernel_size[i] or source.conv_kernel_size[i]
+            layer.device, layer.dtype = layer.device or source.device, layer.dtype or source.dtype
+
+
+class _Captured:
+    """A pass of fixed shape: on a GPU recorded once as a CUDA graph and replayed, elsewhere simply run."""
+
+    def __init__(self, run: Callable[[Tensor, Tensor], Tensor]):
+        self.run = run
+        self.inputs: tuple[Tensor, Tensor] | None = None
+        self.graph: Any = None
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        if self.inputs is None:
+            self.inputs = (inputs[0].clone(), inputs[1].clone())
+            if inputs[0].is_cuda:
+                self._capture()
+        for held, new in zip(self.inputs, inputs, strict=True):
+            held.copy_(new)
+        if self.graph is None:
+            return self.run(*self.inputs)
+        self.graph.replay()
+        return self.output.clone()
+
+    def _capture(self) -> None:
+        assert self.inputs is not None
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # the first runs allocate and choose kernels, which a graph must not
+            for _ in range(3):
+                self.run(*self.inputs)
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.output = self.run(*self.inputs)
+
+
+# --- what a model can do ----------------------------------------------------------------------------------
+
+Window = Callable[[Tensor, Tensor], Tensor]  # positions of query and slot -> whether the one is near enough
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is cached: how each layer is made, which windows its attention has, whether it takes masks."""
+
+    kind: str
+    layers: list[Callable[[RowLengths], Any]]
+    windows: dict[str, Window | None]
+    masks: bool
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
@@ -176,23 +467,59 @@ def context_limit(model: PreTrainedModel) -> int | None:
     return None
 
 
-def _layer_count(model: PreTrainedModel) -> int:
-    """Number of cache layers; refuses a model with any layer other than full attention."""
+def plan_of(model: PreTrainedModel) -> Plan:
+    """Reads off the configuration how the model is cached; refuses what could not be exact."""
     config = model.config.get_text_config(decoder=True)
-    kinds: list[Any] = []
-    # A configuration that transformers itself cannot map onto its caches is refused below.
-    with suppress(KeyError, AttributeError, TypeError, ValueError):
-        kinds = DynamicCache(config=config).layers
-    odd = sorted({type(layer).__name__ for layer in kinds if type(layer) is not DynamicLayer})
+    try:
+        found = DynamicCache(config=config).layers
+    except (KeyError, AttributeError, TypeError, ValueError):
+        found = []  # a configuration that transformers itself cannot map onto its caches
+    makers: list[Callable[[RowLengths], Any]] = []
+    odd: list[str] = []
+    windows: set[int] = set()
+    for layer in found:
+        kind, states = type(layer), getattr(layer, "number_of_states", 1)
+        windows |= {layer.sliding_window} if hasattr(layer, "sliding_window") else set()
+        if kind in (DynamicLayer, DynamicSlidingWindowLayer):
+            makers.append(RowLayer)
+        elif kind in (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer):
+            makers.append(partial(RowStateLayer, states=states))
+        elif kind is LinearAttentionLayer:
+            makers.append(partial(_state_layer, states=states))
+        elif kind is DummyLayer:
+            makers.append(lambda rows: DummyLayer())
+        else:
+            odd.append(kind.__name__)
     if "local" in (getattr(config, "attention_layers", None) or ()):
-        odd.append("local attention")  # GPT-Neo builds its window inside the layer, where no cache shows it
-    if odd or not kinds or getattr(model, "_is_stateful", False):
-        what = ", ".join(odd) or "a state that is not a key-value cache"
+        odd.append("local attention")  # GPT-Neo builds its window inside the layer, where no mask of ours reaches
+    if len(windows) > 1:
+        odd.append(f"windows of {len(windows)} lengths")
+    if odd or not found:
+        what = ", ".join(sorted(set(odd))) or "a state that is not a key-value cache"
         raise SpecDecError(
-            f"Model type '{config.model_type}' keeps {what}, which cannot be rewound after a rejection yet: "
-            "use a model with full attention in every layer."
+            f"Model type '{config.model_type}' keeps {what}, which cannot be rewound after a rejection: "
+            "use a model with full, sliding or linear attention."
         )
-    return len(kinds)
+    kinds = _windows(config, found, windows.pop() if windows else 0)
+    masks = config._attn_implementation in ("eager", "sdpa")
+    return Plan(str(config.model_type), makers, kinds, masks)
+
+
+def _windows(config: Any, layers: Sequence[Any], size: int) -> dict[str, Window | None]:
+    near: dict[str, Window] = {
+        "sliding_attention": lambda query, slot: query - slot < size,
+        "chunked_attention": lambda query, slot: query // max(size, 1) == slot // max(size, 1),
+    }
+    kinds: dict[str, Window | None] = {}
+    named = getattr(config, "layer_types", None) or [None] * len(layers)
+    for layer, name in zip(layers, named, strict=False):
+        if hasattr(layer, "sliding_window"):
+            chunked = name == "chunked_attention" or (name is None and getattr(config, "attention_chunk_size", None))
+            kind = "chunked_attention" if chunked else "sliding_attention"
+            kinds[kind] = near[kind]
+        elif isinstance(layer, CacheLayerMixin):
+            kinds["full_attention"] = None
+    return kinds or {"full_attention": None}
 
 
 _checked: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -206,19 +533,20 @@ def check_rewindable(model: PreTrainedModel) -> None:
     if model in _checked:
         return
     _checked[model] = True  # set first: the check itself makes caches
+    kind = model.config.model_type
     try:
         with torch.inference_mode():
             worst = _rewind_error(model)
     except Exception as error:
         del _checked[model]
         raise SpecDecError(
-            f"Model type '{model.config.model_type}' cannot run on a row-wise cache ({type(error).__name__}: "
+            f"Model type '{kind}' cannot run on a row-wise cache ({type(error).__name__}: "
             f"{str(error).splitlines()[0] if str(error) else 'no message'}): use another model."
         ) from error
     if not worst < (1e-4 if torch.finfo(model.dtype).bits > 16 else 5e-2):
         del _checked[model]
         raise SpecDecError(
-            f"Model type '{model.config.model_type}' gives other logits after a rewind (relative error {worst:.1e} in "
+            f"Model type '{kind}' gives other logits after a rewind (relative error {worst:.1e} in "
             f"{str(model.dtype).removeprefix('torch.')}), so its output would not be exact: use another model."
         )
 
@@ -233,7 +561,7 @@ def _rewind_error(model: PreTrainedModel) -> float:
     scale, worst = plain.abs().max().clamp(min=1e-6), 0.0
     if not torch.isfinite(scale):
         return 0.0  # broken weights are no fault of the cache: the loop names the position where they show
-    for batch in (1, 2):
+    for batch in (1, 2) if plan_of(model).masks else (1,):
         cache = ModelCache(model, batch)
         wrong = ids.flip(0).expand(batch, -1)
         cache.extend(wrong[:, :cut])

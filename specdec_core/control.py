@@ -1,121 +1,304 @@
-"""Controls that act before the cost is paid. In this version: the guard around a draft that breaks."""
+"""Controls that act before the cost is paid: how long a block may be, and whether to speculate at all.
+
+A block-length policy is asked before each pass (``plan``) and told what came of it (``observe``). The speed it
+predicts is E(gamma) * T(1) / (D(gamma) + T(gamma + 1)): tokens per pass over the cost of a pass, against ordinary
+decoding (Leviathan et al. 2023, theorem 3.8, with measured costs in place of gamma * c + 1).
+"""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Literal
 
-import torch
-from torch import Tensor
+Kind = Literal["target", "draft"]
 
-from .drafters.base import Drafter, Proposal
 
-T = TypeVar("T")
-EMPTY_BLOCK = "draft returned an empty block"
+@dataclass(frozen=True)
+class Plan:
+    """What the next pass may do: block length (0: ordinary), the control in force, and why, where it changed."""
+
+    gamma: int
+    control: str = "speculate"
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What came of a pass: rows, columns a row in the target's pass, tokens drafted a row, for each row (verified,
+    accepted, emitted, whether it stopped), and the seconds by stage."""
+
+    batch: int
+    columns: int
+    drafted: int
+    rows: Sequence[tuple[int, int, int, bool]]
+    seconds: Mapping[str, float]
+
+
+class BlockLength:
+    """Chooses the block length of each pass. It sees acceptance and costs, never a token."""
+
+    name = "block length"
+
+    def plan(self, batch: int) -> Plan:
+        raise NotImplementedError
+
+    def observe(self, seen: Observation) -> None:
+        pass
 
 
 @dataclass
-class Guard:
-    """Runs a drafter so that nothing it does can change the output or stop the run (condition G5).
+class Fixed(BlockLength):
+    """Always gamma."""
 
-    A draft that raises, returns something misshapen or outlasts ``timeout`` seconds is dropped for the rest of the
-    call: its cache can no longer be trusted. The loop goes on with ordinary steps and records the reason.
-    With a timeout the draft runs in a thread of its own, which is left behind if it never returns.
+    gamma: int
+    name = "fixed"
+
+    def plan(self, batch: int) -> Plan:
+        return Plan(self.gamma)
+
+
+@dataclass
+class Heuristic(BlockLength):
+    """Two more after a block that every row kept whole, else one less: the schedule of Hugging Face's assisted
+    generation (Gante 2023)."""
+
+    gamma: int = 5
+    most: int = 16
+    name = "heuristic"
+
+    def plan(self, batch: int) -> Plan:
+        return Plan(self.gamma)
+
+    def observe(self, seen: Observation) -> None:
+        judged = [(v, a) for v, a, _, stopped in seen.rows if v and not stopped]
+        if judged:
+            whole = all(a >= v for v, a in judged)
+            self.gamma = min(self.gamma + 2, self.most) if whole else max(self.gamma - 1, 1)
+
+
+class Costs:
+    """Seconds of a pass, learned while decoding or given.
+
+    ``target``: a target pass over n tokens a row with all that goes with it; ``draft``: drafting n tokens a row. Keys
+    are (kind, batch, n). A table that is given is not changed, so that with it the same seed gives the same text;
+    costs that are learned depend on the machine's mood, and so does where blocks end.
     """
 
-    drafter: Drafter
-    device: torch.device
-    vocab: int
-    timeout: float | None = None
-    broken: str = ""  # why the draft is out of service; empty while it works
+    def __init__(self, table: Mapping[tuple[Kind, int, int], float] | None = None):
+        self.given = table is not None
+        self.seen: dict[tuple[Kind, int, int], deque[float]] = {}
+        for key, seconds in (table or {}).items():
+            self.seen[key] = deque([seconds], maxlen=9)
 
-    def start(self, batch: int) -> None:
-        self._safely("start", lambda: self.drafter.start(batch))
+    def add(self, kind: Kind, batch: int, n: int, seconds: float) -> None:
+        if not self.given and seconds > 0:
+            self.seen.setdefault((kind, batch, n), deque(maxlen=9)).append(seconds)
 
-    def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
-        """A proposal that is safe to verify; an empty one where the draft is broken or has nothing."""
-        proposal = self._safely("propose", lambda: self.drafter.propose(sequences, list(room), u))
-        if not self.broken:
-            self.broken = self._fault(proposal, room)
-        if proposal is None or self.broken:
-            return Proposal.nothing(len(room), self.device, self.broken)
-        return proposal
-
-    def commit(self, lengths: Sequence[int]) -> None:
-        self._safely("commit", lambda: self.drafter.commit(lengths))
-
-    def _safely(self, what: str, call: Callable[[], T]) -> T | None:
-        """The result of a call into the drafter, or None with ``broken`` set; None at once where it was set before."""
-        if self.broken:
+    def get(self, kind: Kind, batch: int, n: int) -> float | None:
+        """The median of the last ones at this size, else on the line between its measured neighbours; None where
+        nothing is known at this batch size and no other size tells the shape of the curve."""
+        curve = {m: median(x) for (k, b, m), x in self.seen.items() if k == kind and b == batch}
+        others = sorted({b for k, b, _ in self.seen if k == kind} - {batch}, key=lambda b: abs(b - batch))
+        if not curve and (kind == "target" or not others):
             return None
-        try:
-            return call() if self.timeout is None else self._within_time(call)
-        except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else "no message"
-            self.broken = f"draft raised in {what}: {type(error).__name__}: {first}"
-            return None
-
-    def _within_time(self, call: Callable[[], T]) -> T:
-        result: list[T] = []
-        raised: list[BaseException] = []
-
-        def work() -> None:
-            try:
-                with torch.inference_mode():
-                    result.append(call())
-            except BaseException as error:
-                raised.append(error)
-
-        begun = time.perf_counter()
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.timeout)
-        if raised:
-            raise raised[0]
-        if not result:
-            raise TimeoutError(f"no answer after {time.perf_counter() - begun:.1f} s, {self.timeout} s allowed")
-        return result[0]
-
-    def _fault(self, proposal: object, room: Sequence[int]) -> str:
-        """What is wrong with a proposal, in words; empty when it can be verified. Looks at no value on the device."""
-        if not isinstance(proposal, Proposal):
-            return f"draft returned {type(proposal).__name__}, a Proposal was asked"
-        batch, widest = len(room), max(room)
-        tokens, q, belief = proposal.tokens, proposal.q, proposal.belief
-        wrong = self._not("tokens", tokens, 2, torch.int64) or self._not("lengths", proposal.lengths, 1, torch.int64)
-        if not wrong and (tokens.shape[0] != batch or tokens.shape[1] > widest or len(proposal.lengths) != batch):
-            wrong = (
-                f"tokens {tuple(tokens.shape)} for {len(proposal.lengths)} rows, ({batch}, {widest}) at most was asked"
-            )
-        for name, law in (("q", q), ("belief", belief)):
-            if not wrong and law is not None:
-                wrong = self._not(name, law, 3, None)
-                if not wrong and tuple(law.shape) != (*tokens.shape, self.vocab):
-                    wrong = f"{name} {tuple(law.shape)}, {(*tokens.shape, self.vocab)} was asked"
-        if not wrong and not _are_counts(proposal.drafted, batch):
-            wrong = f"drafted={proposal.drafted!r}, {batch} counts were asked"
-        if not wrong and not isinstance(proposal.note, str):
-            wrong = f"note={proposal.note!r}, words were asked"
-        if not wrong and tokens.shape[1] == 0 and not proposal.note:
-            proposal.note = EMPTY_BLOCK
-        return f"draft returned {wrong}" if wrong else ""
-
-    def _not(self, name: str, value: object, ndim: int, dtype: torch.dtype | None) -> str:
-        """Why ``value`` is not a plain tensor of that kind (dtype None: any float) on the target's device."""
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return f"{name} of type {type(value).__name__}, a dense tensor was asked"
-        kind = str(value.dtype).removeprefix("torch.")
-        if value.dtype != dtype if dtype is not None else not value.is_floating_point():
-            return f"{name} {tuple(value.shape)} {kind}, {'a float type' if dtype is None else 'int64'} was asked"
-        if value.ndim != ndim:
-            return f"{name} {tuple(value.shape)}, {ndim} dimensions were asked"
-        if value.device.type != self.device.type:
-            return f"{name} on {value.device}, {self.device} was asked"
-        return ""
+        if n in curve or len(curve) > 1 or not others:
+            return _on_line(curve, n)
+        shape = {m: median(x) for (k, b, m), x in self.seen.items() if k == kind and b == others[0]}
+        if not curve:
+            return _on_line(shape, n)
+        ((known, seconds),) = curve.items()
+        return seconds * _on_line(shape, n) / _on_line(shape, known)
 
 
-def _are_counts(value: object, batch: int) -> bool:
-    return isinstance(value, list) and len(value) == batch and all(type(n) is int and n >= 0 for n in value)
+def _on_line(curve: Mapping[int, float], n: int) -> float:
+    """Piecewise linear through the known points; beyond them the last piece goes on, never falling below it."""
+    if n in curve:
+        return curve[n]
+    known = sorted(curve)
+    if len(known) == 1:
+        return curve[known[0]]
+    right = next((i for i, m in enumerate(known) if m > n), len(known) - 1)
+    a, b = known[max(right - 1, 0)], known[max(right, 1)]
+    value = curve[a] + (curve[b] - curve[a]) * (n - a) / (b - a)
+    return value if a < n < b else max(value, curve[a if abs(a - n) < abs(b - n) else b] if n > b else 0.0)
+
+
+@dataclass
+class Acceptance:
+    """A running estimate of the acceptance rate by position, older judgements fading (about ``memory`` count).
+
+    Counts of each position are drawn towards the pooled rate, which starts from one kept and one rejected token. A
+    streak of blocks rejected at once that would be rarer than ``surprise`` under the estimate means that the text has
+    changed: what was learned before it is forgotten.
+    """
+
+    memory: float = 48.0
+    surprise: float = 0.01
+    kept: list[float] = field(default_factory=list)
+    judged: list[float] = field(default_factory=list)
+    streak: int = 0
+
+    def add(self, verified: int, accepted: int, stopped: bool) -> None:
+        if verified == 0:
+            return
+        rejected = accepted < verified and not stopped
+        while len(self.judged) < verified:
+            self.kept.append(0.0)
+            self.judged.append(0.0)
+        fade = 1 - (accepted + rejected) / (self.memory + accepted + rejected)
+        self.kept, self.judged = [x * fade for x in self.kept], [x * fade for x in self.judged]
+        for i in range(accepted + rejected):
+            self.judged[i] += 1
+            self.kept[i] += i < accepted
+        self.streak = self.streak + 1 if rejected and accepted == 0 else 0
+        if self.streak > 1 and (1 - self._before_streak()) ** self.streak < self.surprise:
+            self.forget(self.streak)
+
+    def forget(self, rejected: int = 0) -> None:
+        """Start again, but for the last ``rejected`` rejections at the first position."""
+        self.kept, self.judged, self.streak = [0.0], [float(rejected)], 0
+
+    @property
+    def alpha(self) -> float:
+        """α̂, pooled over positions: the mean of a Beta(1 + kept, 1 + rejected)."""
+        return (sum(self.kept) + 1) / (sum(self.judged) + 2)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of that Beta."""
+        return float((self.alpha * (1 - self.alpha) / (sum(self.judged) + 3)) ** 0.5)
+
+    def _before_streak(self) -> float:
+        return min((sum(self.kept) + 1) / (max(sum(self.judged) - self.streak, sum(self.kept)) + 2), 0.999)
+
+    def tokens(self, gamma: int, deviations: float = 0.0) -> float:
+        """Expected tokens of a pass with a block of ``gamma``, so many standard deviations from the estimate."""
+        total = run = 1.0
+        for i in range(gamma):
+            kept, judged = (self.kept[i], self.judged[i]) if i < len(self.judged) else (0.0, 0.0)
+            rate = (kept + 4 * self.alpha) / (judged + 4) + deviations * self.spread
+            run *= min(max(rate, 0.0), 1.0)
+            total += run
+        return total
+
+
+@dataclass
+class Adaptive(BlockLength):
+    """The block length with the highest predicted speed, from live acceptance and measured costs (in the manner of
+    Liu et al. 2024, arXiv 2406.14066, section 4, for one engine's own rows)."""
+
+    most: int = 8
+    start: int = 4
+    costs: Costs = field(default_factory=Costs)
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    name = "adaptive"
+
+    def plan(self, batch: int) -> Plan:
+        if self.costs.get("target", batch, 1) is None:
+            return Plan(0, "off", f"one ordinary pass first, to learn its cost with {batch} rows")
+        return Plan(self.best(batch)[0])
+
+    def observe(self, seen: Observation) -> None:
+        self.costs.add("target", seen.batch, seen.columns, sum(seen.seconds.values()) - seen.seconds["draft"])
+        if seen.drafted:
+            self.costs.add("draft", seen.batch, seen.drafted, seen.seconds["draft"])
+        for verified, accepted, _, stopped in seen.rows:
+            self.acceptance.add(verified, accepted, stopped)
+
+    def best(self, batch: int, deviations: float = 0.0) -> tuple[int, float]:
+        """The best block length and its predicted speed over ordinary decoding; ``start`` while no draft was timed."""
+        if self.costs.get("draft", batch, 1) is None:
+            return min(self.start, self.most), 1.0
+        speeds = {g: self.speed(batch, g, deviations) for g in range(1, self.most + 1)}
+        gamma = max(speeds, key=speeds.__getitem__)
+        return gamma, speeds[gamma]
+
+    def speed(self, batch: int, gamma: int, deviations: float = 0.0) -> float:
+        """Predicted speed over ordinary decoding."""
+        ordinary = self.costs.get("target", batch, 1) or 0.0
+        once = (self.costs.get("draft", batch, gamma) or 0.0) + (self.costs.get("target", batch, gamma + 1) or 0.0)
+        return self.acceptance.tokens(gamma, deviations) * ordinary / once if once else 1.0
+
+
+@dataclass
+class Fallback(BlockLength):
+    """Two-way fallback around :class:`Adaptive`: speculate while it pays, stop when it does not, probe to find out.
+
+    Off when even ``deviations`` standard deviations above the estimate the best block is predicted slower than ordinary
+    decoding. Then ordinary passes, with no draft, until a probe of ``probe`` blocks is due; it starts from no opinion,
+    and turns speculation on again if the estimate itself promises more than ``gain``. The gap between the two bounds is
+    the hysteresis. Ordinary passes before a probe: so many that the last probe's loss is at most ``overhead`` of them,
+    at least ``rest``, doubled with every probe in vain.
+    """
+
+    inner: Adaptive = field(default_factory=Adaptive)
+    deviations: float = 1.0
+    gain: float = 1.02
+    probe: int = 3
+    rest: int = 24
+    overhead: float = 0.02
+    name = "fallback"
+
+    def __post_init__(self) -> None:
+        self.mode = "speculate"
+        self.since = 0  # passes in this mode
+        self.wait = self.rest
+        self.failed = 0
+        self.loss = 0.0
+        self.reason = ""
+
+    def plan(self, batch: int) -> Plan:
+        if self.mode == "off" and self.since >= self.wait:
+            self.inner.acceptance.forget()
+            self.loss = 0.0
+            self._turn("probe", f"{self.since} ordinary passes since: a probe of {self.probe} blocks")
+        reason, self.reason = self.reason, ""
+        if self.mode == "off":
+            return Plan(0, "off", reason)
+        plan = self.inner.plan(batch)
+        return Plan(plan.gamma, self.mode if plan.gamma else "off", reason or plan.reason)
+
+    def observe(self, seen: Observation) -> None:
+        self.inner.observe(seen)
+        speculated = any(verified for verified, *_ in seen.rows)
+        if self.mode == "off" or speculated:
+            self.since += 1
+        if not speculated:
+            return
+        ordinary = self.inner.costs.get("target", seen.batch, 1)
+        if ordinary and self.mode == "probe":
+            emitted = sum(row[2] for row in seen.rows) / max(len(seen.rows), 1)
+            self.loss += max(sum(seen.seconds.values()) / ordinary - emitted, 0.0)
+        self._judge(seen.batch)
+
+    def _judge(self, batch: int) -> None:
+        gamma, hoped = self.inner.best(batch, self.deviations)
+        if hoped < 1:
+            self.failed = self.failed + 1 if self.mode == "probe" else 0
+            self.wait = max(self.rest * 2 ** min(self.failed, 5), int(self.loss / self.overhead))
+            self._turn("off", self._because(batch, gamma))
+        elif self.mode == "probe" and self.since >= self.probe:
+            gamma, speed = self.inner.best(batch)
+            if speed > self.gain:
+                self.failed = 0
+                self._turn("speculate", self._because(batch, gamma))
+            else:
+                self.failed += 1
+                self.wait = max(self.rest * 2 ** min(self.failed, 5), int(self.loss / self.overhead))
+                self._turn("off", self._because(batch, gamma))
+
+    def _turn(self, mode: str, reason: str) -> None:
+        self.mode, self.since, self.reason = mode, 0, reason
+
+    def _because(self, batch: int, gamma: int) -> str:
+        acceptance, costs = self.inner.acceptance, self.inner.costs
+        wanted: list[tuple[Kind, int]] = [("draft", gamma), ("target", gamma + 1), ("target", 1)]
+        ms = [1e3 * (costs.get(kind, batch, n) or 0.0) for kind, n in wanted]
+        return (
+            f"predicted {self.inner.speed(batch, gamma):.2f} of ordinary speed at γ={gamma} with {batch} rows: α̂ "
+            f"{acceptance.alpha:.2f} ± {acceptance.spread:.2f}, draft {ms[0]:.1f} ms, target {ms[1]:.1f} against "
+            f"{ms[2]:.1f} ms"
+        )

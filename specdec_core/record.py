@@ -33,8 +33,10 @@ class StepRecord:
         preferred: the target's likeliest token at each position: where a token was turned down, the alternative.
         seconds: wall time by stage; shared by the ``batch`` rows of the pass.
         started: seconds since the epoch. context: committed tokens before this pass.
-        control: ``speculate``, ``idle`` (the draft had nothing or no room), ``degraded`` (the draft failed) or
-            ``baseline``; reason: why, in words.
+        control: ``speculate``, ``probe`` or ``off`` (a control's doing), ``idle`` (the draft had nothing or no room),
+            ``degraded`` (the draft failed) or ``baseline``; reason: why, in words.
+        branch: the further candidate that was kept where the first was turned down (counted in ``accepted``), or None.
+        synthetic: the draft comes from no model of the text, so acceptance says nothing of a real one.
     """
 
     request: int
@@ -59,11 +61,14 @@ class StepRecord:
     reason: str
     context: int
     batch: int
+    branch: int | None = None
+    synthetic: bool = False
 
     @property
     def rejected(self) -> int:
-        """1 when a drafted token was turned down, else 0. A block cut short by a stop was not turned down."""
-        return int(self.accepted < self.verified)
+        """1 when a position was turned down, else 0. A block cut short by a stop was not, nor one that went on with
+        another candidate."""
+        return int(self.accepted < self.verified and self.branch is None)
 
 
 @dataclass

@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .verify import Rule, next_law
+from .verify import Rule, branch_chances, next_law
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], Tensor]  # text so far -> [V] float64 probabilities of the next token
@@ -66,7 +69,7 @@ def accepted_over_drafted(alpha: float, gamma: int) -> float:
 
 
 def output_law(
-    target: Law, draft: Law, rule: Rule, gamma: int, horizon: int, drawn: Law | None = None
+    target: Law, draft: Law, rule: Rule, gamma: int, horizon: int, drawn: Law | None = None, **how: Any
 ) -> dict[Prefix, float]:
     """The exact law of the first ``horizon`` tokens that the loop emits, over all blocks, coins and steps.
 
@@ -75,21 +78,35 @@ def output_law(
 
     Args:
         target, draft: the laws p and q; ``drawn`` the law that draft tokens really come from when a draft lies.
+        how: ``ends`` and ``candidates`` of :func:`step_law`.
     """
+    target, draft = cache(target), cache(draft)
     mass: dict[Prefix, float] = {(): 1.0}
     for length in range(horizon):
         for prefix in [x for x in mass if len(x) == length]:
             weight = mass.pop(prefix)
-            for emitted, chance in step_law(target, draft, rule, gamma, prefix, drawn).items():
+            for emitted, chance in step_law(target, draft, rule, gamma, prefix, drawn, **how).items():
                 text = (prefix + emitted)[:horizon]
                 mass[text] = mass.get(text, 0.0) + weight * chance
     return mass
 
 
 def step_law(
-    target: Law, draft: Law, rule: Rule, gamma: int, prefix: Prefix = (), drawn: Law | None = None
+    target: Law,
+    draft: Law,
+    rule: Rule,
+    gamma: int,
+    prefix: Prefix = (),
+    drawn: Law | None = None,
+    ends: Callable[[Prefix], bool] = lambda text: False,
+    candidates: Callable[[Prefix, int], Candidates] | None = None,
 ) -> dict[Prefix, float]:
-    """The exact law of what one step emits after ``prefix``: the accepted tokens and the one that follows them."""
+    """The exact law of what one step emits after ``prefix``: the accepted tokens and what follows them.
+
+    Args:
+        ends: whether the draft stops before the position after this text (a confidence stop, a full context).
+        candidates: text and first candidate -> the further ones; :func:`drawn_candidates`, :func:`chosen_candidates`.
+    """
     vocab = len(target(prefix))
     blocks = list(itertools.product(range(vocab), repeat=gamma))
     tokens = torch.tensor(blocks)
@@ -97,18 +114,97 @@ def step_law(
     q = torch.stack([_along(draft, prefix, b, gamma) for b in blocks])
     source = q if drawn is None else torch.stack([_along(drawn, prefix, b, gamma) for b in blocks])
     chance = source.gather(-1, tokens.unsqueeze(-1)).squeeze(-1).prod(1)
-    lengths = torch.full((len(blocks),), gamma)
-    reach = torch.cat([torch.ones(len(blocks), 1), rule.survival(p, q, tokens), torch.zeros(len(blocks), 1)], 1)
+    lengths = torch.tensor([_length(prefix, b, ends) for b in blocks])
+    real = torch.arange(gamma) < lengths.unsqueeze(1)
+    survival = rule.survival(p, q, tokens, lengths) * real
+    reach = torch.cat([torch.ones(len(blocks), 1), survival, torch.zeros(len(blocks), 1)], 1)
     law: dict[Prefix, float] = {}
     for n in range(gamma + 1):
         weights = next_law(rule, p, q, tokens, lengths, torch.full((len(blocks),), n))
-        joint = (chance * (reach[:, n] - reach[:, n + 1])).unsqueeze(1) * weights / weights.sum(-1, keepdim=True)
-        for row, block in zip(joint.tolist(), blocks, strict=True):
-            for token, value in enumerate(row):
-                if value:
-                    text = (*block[:n], token)
-                    law[text] = law.get(text, 0.0) + value
+        joint = chance * (reach[:, n] - reach[:, n + 1])
+        for row, block in enumerate(blocks):
+            if joint[row] <= 0:
+                continue
+            tails: dict[Prefix, float] = {}
+            if candidates is not None and n < int(lengths[row]):
+                text = (*prefix, *block[:n])
+                tails = _branched(target, rule, weights[row], q[row, n], block[n], text, candidates)
+            else:
+                tails = _spread((), weights[row])
+            for tail, share in tails.items():
+                emitted = (*block[:n], *tail)
+                law[emitted] = law.get(emitted, 0.0) + float(joint[row]) * share
     return law
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The further candidates of a position: every list of them with its probability. ``drawn`` tells the rule that they
+    were drawn from q without replacement; else it takes them as chosen."""
+
+    chances: dict[Prefix, float]
+    drawn: bool
+
+
+def drawn_candidates(draft: Law, k: int) -> Callable[[Prefix, int], Candidates]:
+    """``k - 1`` more, drawn from the draft's law without those before."""
+
+    def candidates(text: Prefix, first: int) -> Candidates:
+        chances: dict[Prefix, float] = {(): 1.0}
+        for _ in range(k - 1):
+            grown: dict[Prefix, float] = {}
+            for taken, chance in chances.items():
+                left = draft(text).clone()
+                left[[first, *taken]] = 0.0
+                for token, share in _spread((), left).items() if left.sum() > 0 else [((first,), 1.0)]:
+                    grown[taken + token] = grown.get(taken + token, 0.0) + chance * share
+            chances = grown
+        return Candidates(chances, True)
+
+    return candidates
+
+
+def chosen_candidates(
+    pick: Callable[[Prefix], Sequence[int]], told: bool = True
+) -> Callable[[Prefix, int], Candidates]:
+    """Those that ``pick`` names but for the first. ``told=False`` is the lie of condition A10: as if drawn."""
+    return lambda text, first: Candidates({tuple(t for t in pick(text) if t != first): 1.0}, not told)
+
+
+def _branched(
+    target: Law,
+    rule: Rule,
+    weights: Tensor,
+    q: Tensor,
+    first: int,
+    text: Prefix,
+    candidates: Callable[[Prefix, int], Candidates],
+) -> dict[Prefix, float]:
+    """What follows a rejected position with further candidates: one of them and a token after it, or what is left."""
+    law: dict[Prefix, float] = {}
+    found = candidates(text, first)
+    for branches, chance in found.chances.items():
+        kept, left = branch_chances(
+            rule,
+            weights.unsqueeze(0),
+            q.unsqueeze(0) if found.drawn else None,
+            torch.tensor([first]),
+            torch.tensor([branches]),
+        )
+        outcomes = [((y,), target((*text, y)), float(kept[0, j])) for j, y in enumerate(branches)]
+        for head, after, share in [*outcomes, ((), left[0], 1 - float(kept.sum()))]:
+            for tail, x in _spread(head, after).items():
+                law[tail] = law.get(tail, 0.0) + chance * share * x
+    return law
+
+
+def _spread(head: Prefix, weights: Tensor) -> dict[Prefix, float]:
+    total = float(weights.sum())
+    return {(*head, t): w / total for t, w in enumerate(weights.tolist()) if w}
+
+
+def _length(prefix: Prefix, block: Prefix, ends: Callable[[Prefix], bool]) -> int:
+    return next((i for i in range(len(block)) if ends((*prefix, *block[:i]))), len(block))
 
 
 def target_law(target: Law, horizon: int) -> dict[Prefix, float]:

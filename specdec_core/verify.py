@@ -10,6 +10,9 @@ min(1, p/q), so this equals one coin per position (a coin per position decides *
 length of a run has the same law when it is read off one number). Stating a rule by its survival is what lets
 ``theory.output_law`` add up the *same code* exactly instead of sampling it.
 
+Where several candidates stand at a position, those behind the first are tried at the rejected position alone
+(``try_branches``), each against what the rejected ones left of p.
+
 Shapes: ``p [B, g+1, V]``, ``q [B, g, V]``, ``tokens [B, g]``, ``lengths [B]`` (how many of the g are real in
 each row; the rest is padding and is never accepted). Ratios and products run in float64.
 """
@@ -25,13 +28,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Rule:
-    """A verification rule: its two functions, and whether it keeps the target's law."""
+    """A verification rule: its two functions, and whether it keeps the target's law.
+
+    ``survival(p, q, tokens, lengths)`` and ``residual(p, q, tokens, lengths, n)``; ``branches`` says whether further
+    candidates at the rejected position can be tried after it.
+    """
 
     name: str
-    survival: Callable[[Tensor, Tensor, Tensor], Tensor]
-    residual: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    survival: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+    residual: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
     exact: bool
     source: str
+    branches: bool = False
 
 
 def accept(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, u: Tensor) -> Tensor:
@@ -40,7 +48,7 @@ def accept(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, u:
     if g == 0:
         return torch.zeros_like(lengths)
     real = torch.arange(g, device=tokens.device) < lengths.unsqueeze(1)
-    survival = rule.survival(p, q, tokens) * real
+    survival = rule.survival(p, q, tokens, lengths) * real
     return (u.unsqueeze(1) < survival).sum(1)
 
 
@@ -55,9 +63,55 @@ def next_law(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, 
     bonus = p[row, n].double()
     if tokens.shape[1] == 0:
         return bonus
-    residual = rule.residual(p, q, tokens, n.clamp(max=tokens.shape[1] - 1))
+    residual = rule.residual(p, q, tokens, lengths, n.clamp(max=tokens.shape[1] - 1))
     take = (n < lengths) & (residual.sum(-1) > 0)
     return torch.where(take.unsqueeze(-1), residual, bonus)
+
+
+def try_branches(
+    rule: Rule, law: Tensor, q: Tensor | None, rejected: Tensor, branches: Tensor, u: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Recursive rejection sampling over the further candidates of a rejected position.
+
+    Miao et al. 2024 (SpecInfer), algorithm 2, with candidates drawn without replacement (Jeon et al. 2024, RSD,
+    algorithm 2): candidate y, drawn from q without the earlier ones, is kept with probability min(1, r(y)/q(y)), where
+    r is what the earlier ones left of p; otherwise r becomes (r - q)+, normalised.
+
+    Args:
+        law: ``[B, V]`` weights after the first candidate was turned down (``next_law``).
+        q: ``[B, V]`` the law of the first candidate ``rejected [B]``, or None where candidates were chosen.
+        branches: ``[B, k-1]``. u: ``[B]`` one coin a row.
+
+    Returns:
+        Which branch each row keeps, ``[B]`` (k-1: none), and the weights ``[B, V]`` of the token where none is kept.
+    """
+    chances, left = branch_chances(rule, law, q, rejected, branches)
+    return (u.unsqueeze(1) >= chances.cumsum(1)).sum(1), left
+
+
+def branch_chances(
+    rule: Rule, law: Tensor, q: Tensor | None, rejected: Tensor, branches: Tensor
+) -> tuple[Tensor, Tensor]:
+    """P(branch j is the one that is kept) ``[B, k-1]``, and what is left of ``law`` when none is: ``[B, V]``."""
+    law = law.double()
+    if rule is GREEDY:  # the target's preference decides, whatever the candidates' law
+        return (branches == law.argmax(-1, keepdim=True)).double(), law
+    left = law / law.sum(-1, keepdim=True)
+    source = None if q is None else q.double().scatter(-1, rejected.unsqueeze(-1), 0.0)
+    going, chances = torch.ones_like(left[:, 0]), []
+    for y in branches.unsqueeze(-1).unbind(1):
+        if source is None:
+            drawn = torch.zeros_like(left).scatter(-1, y, 1.0)
+        else:
+            drawn = (source / source.sum(-1, keepdim=True)).nan_to_num(0.0)  # no mass left: nothing was drawn
+            source = source.scatter(-1, y, 0.0)
+        ratio = (left.gather(-1, y) / drawn.gather(-1, y)).nan_to_num(0.0, posinf=0.0).squeeze(-1).clamp(max=1.0)
+        chances.append(going * ratio)
+        going = going * (1 - ratio)
+        rest = (left - drawn).clamp(min=0.0)
+        mass = rest.sum(-1, keepdim=True)
+        left = torch.where(mass > 0, rest / mass, left)
+    return torch.stack(chances, 1), left
 
 
 def first_invalid(q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
@@ -88,41 +142,84 @@ def _rows(law: Tensor, n: Tensor) -> Tensor:
     return law[torch.arange(len(n), device=n.device), n].double()
 
 
-def _token_survival(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+def _token_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     return (_at(p, tokens) / _at(q, tokens)).nan_to_num(0.0).clamp(max=1.0).cumprod(1)
 
 
-def _token_residual(p: Tensor, q: Tensor, tokens: Tensor, n: Tensor) -> Tensor:
+def _token_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
     return (_rows(p, n) - _rows(q, n)).clamp(min=0.0)
 
 
-def _greedy_survival(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+def _balance(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+    """How far the block is still no likelier under q than under p: w_0 = 1, w_i = min(1, w_{i-1} p/q): ``[B, g+1]``."""
+    ratio = (_at(p, tokens) / _at(q, tokens)).nan_to_num(0.0)
+    steps = [torch.ones_like(ratio[:, 0])]
+    for r in ratio.unbind(1):
+        steps.append((steps[-1] * r).clamp(max=1.0))
+    return torch.stack(steps, 1)
+
+
+def _block_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    """The longest sub-block that passes its own test is kept, so S_i = 1 - prod_{j >= i} (1 - h_j). Within the block
+    h_j weighs what the residual behind j still owes against what the block may still give; at its end h is w itself."""
+    g = tokens.shape[1]
+    w = _balance(p, q, tokens)[:, 1:]
+    owed = (w[:, :-1, None] * p[:, 1:g].double() - q[:, 1:g].double()).clamp(min=0.0).sum(-1)
+    inner = (owed / (owed + 1 - w[:, :-1])).nan_to_num(0.0)  # 0/0: w = 1 and nothing owed, settled further on
+    last = torch.arange(1, g + 1, device=tokens.device) == lengths.unsqueeze(1)
+    h = torch.where(last, w, torch.nn.functional.pad(inner, (0, 1)))
+    real = torch.arange(g, device=tokens.device) < lengths.unsqueeze(1)
+    return 1 - (1 - h * real).flip(1).cumprod(1).flip(1)
+
+
+def _block_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
+    w = _balance(p, q, tokens).gather(1, n.unsqueeze(1))
+    return (w * _rows(p, n) - _rows(q, n)).clamp(min=0.0)
+
+
+def _greedy_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     return (p[:, : tokens.shape[1]].argmax(-1) == tokens).double().cumprod(1)
 
 
-def _target_law(p: Tensor, q: Tensor, tokens: Tensor, n: Tensor) -> Tensor:
+def _target_law(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
     return _rows(p, n)
 
 
-def _all_survive(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+def _all_survive(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     return torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
 
 
-def _one_hot_survival(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
+def _one_hot_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
     return _at(p, tokens).cumprod(1)
 
 
-def _one_hot_residual(p: Tensor, q: Tensor, tokens: Tensor, n: Tensor) -> Tensor:
+def _one_hot_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
     rejected = tokens.gather(1, n.unsqueeze(1))
     return _rows(p, n).scatter(-1, rejected, 0.0)
 
 
+def _typical_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    entropy = torch.special.entr(p[:, : tokens.shape[1]].double()).sum(-1)
+    return (_at(p, tokens) > torch.minimum(torch.tensor(0.3), 0.09**0.5 * (-entropy).exp())).double().cumprod(1)
+
+
 GREEDY = Rule(
-    "greedy", _greedy_survival, _target_law, True, "Stern et al. 2018, section 3; Leviathan et al. 2023, 2.3 at T=0"
+    "greedy",
+    _greedy_survival,
+    _target_law,
+    True,
+    "Stern et al. 2018, section 3; Leviathan et al. 2023, 2.3 at T=0",
+    True,
 )
 TOKEN = Rule(
-    "token", _token_survival, _token_residual, True, "Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2"
+    "token",
+    _token_survival,
+    _token_residual,
+    True,
+    "Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2",
+    True,
 )
+BLOCK = Rule("block", _block_survival, _block_residual, True, "Sun et al. 2024 (arXiv 2403.10444), algorithm 2")
 
 # Wrong on purpose. They exist so that the tests of the law are seen to catch them, and are refused elsewhere.
 LOSSY = {
@@ -140,8 +237,18 @@ LOSSY = {
     "one_hot_accept": Rule(
         "one_hot_accept", _one_hot_survival, _token_residual, False, "planted: accepts with p(x) as if q were one-hot"
     ),
+    "typical": Rule(
+        "typical", _typical_survival, _target_law, False, "Cai et al. 2024 (Medusa), section 2.3.1: lossy by design"
+    ),
+    "block_token_residual": Rule(
+        "block_token_residual",
+        _block_survival,
+        _token_residual,
+        False,
+        "planted: block rule with the token rule's residual",
+    ),
     "greedy_at_t": Rule(
         "greedy_at_t", _greedy_survival, _target_law, False, "planted: the greedy rule used for sampling"
     ),
 }
-RULES = {rule.name: rule for rule in (GREEDY, TOKEN, *LOSSY.values())}
+RULES = {rule.name: rule for rule in (GREEDY, TOKEN, BLOCK, *LOSSY.values())}

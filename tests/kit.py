@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from specdec_core import Pair
-from specdec_core.drafters import Proposal
+from specdec_core.drafters import Drafter, Proposal
 from specdec_core.lab.table_model import TableModel, iid
 from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
 from specdec_core.sampling import RequestRandom
@@ -66,7 +66,7 @@ def pair_of(target: PreTrainedModel, draft: PreTrainedModel | None = None) -> Pa
     return Pair("test", target, NoTokenizer(), draft, "model" if draft is not None else "prompt_lookup")  # type: ignore[arg-type]
 
 
-class ScriptedDrafter:
+class ScriptedDrafter(Drafter):
     """Proposes what a function says: ``script(step, sequences, room) -> Proposal``."""
 
     name = "scripted"
@@ -74,7 +74,7 @@ class ScriptedDrafter:
     def __init__(self, script: Any):
         self.script, self.step, self.committed = script, 0, []  # type: ignore[var-annotated]
 
-    def start(self, batch: int) -> None:
+    def start(self) -> None:
         self.step = 0
 
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:

@@ -9,11 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..caches import ModelCache
+from ..processors import Processing
 from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary
-from .base import Proposal
+from .base import Drafter, Proposal
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """Draws each token from the draft model, under the same sampling policy as the target.
 
     Args:
@@ -23,73 +24,129 @@ class ModelDrafter:
             smaller draft gets q = 0 there, so q lives on the target's vocabulary.
         confidence: stop drafting at a position whose largest q is below this (0 = never). The token drawn there is
             thrown away unverified; the choice rests on the law alone, so the output law is unchanged.
+        candidates: tokens for each position, drawn without replacement; the block goes on behind the first.
+        processing: what acts on the target's logits acts on the draft's too, so that the two agree more often.
+        capacity: room for so many tokens a row, allocated at once, for fixed shapes (see ``ModelCache``).
     """
 
     name = "model"
 
-    def __init__(self, model: PreTrainedModel, policy: SamplingPolicy, vocab: int, confidence: float = 0.0):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        policy: SamplingPolicy,
+        vocab: int,
+        confidence: float = 0.0,
+        candidates: int = 1,
+        processing: Processing | None = None,
+        capacity: int | None = None,
+    ):
         self.model, self.policy, self.vocab, self.confidence = model, policy, vocab, confidence
-        self.cache = ModelCache(model, 1)
+        self.candidates, self.processing, self.capacity = candidates, processing or Processing(), capacity
+        self.known = min(vocab, int(model.config.get_text_config(decoder=True).vocab_size))
+        self.start()
 
-    def start(self, batch: int) -> None:
-        self.cache = ModelCache(self.model, batch)
+    def start(self) -> None:
+        self.cache = ModelCache(self.model, 0, self.capacity)
+        self.prompts: list[int] = []
+
+    def join(self, sequences: Sequence[Sequence[int]]) -> None:
+        """Nothing is fed before the first block is asked for: a control may never ask."""
+        self.prompts += [len(s) for s in sequences]
+        self.cache.append(ModelCache(self.model, len(sequences), self.capacity))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        self.prompts = [self.prompts[b] for b in rows]
+        self.cache.keep(rows)
 
     def commit(self, lengths: Sequence[int]) -> None:
-        self.cache.rewind([min(have, n - 1) for have, n in zip(self.cache.lengths, lengths, strict=True)])
+        self.cache.rewind([min(have, n) for have, n in zip(self.cache.lengths, lengths, strict=True)])
 
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
-        room = self._possible(sequences, room)
-        width = max(room)
-        device = self.model.device
+        room = [self._possible(s, r) for s, r in zip(sequences, room, strict=True)]
+        width, device = max(room), self.model.device
         if width == 0:
-            why = (
-                f"the draft's context of {self.cache.limit} tokens is full, or the text holds a token it does not know"
-            )
-            return Proposal.nothing(len(room), device, why)
-        logits = self._catch_up(sequences, room)
+            full = f"the draft's context of {self.cache.limit} tokens is full"
+            return Proposal.nothing(len(room), device, f"{full}, or the text holds a token it does not know")
+        self._prefill(sequences, room)
+        held = self.cache.lengths
+        new = [list(s[h:]) if r else [] for s, h, r in zip(sequences, held, room, strict=True)]
+        logits = self._feed(self.cache, new)
         base = self.cache.lengths
-        tokens, laws, beliefs = [], [], []
+        columns: list[Tensor] = []  # [B, k]: the candidates of each position
+        laws, beliefs = [], []
         going = torch.ones(len(room), dtype=torch.bool, device=device)
         lengths = torch.zeros(len(room), dtype=torch.int64, device=device)
         for i in range(width):
-            law, belief = self._laws(logits[:, -1])
+            drafted = torch.stack([c[:, 0] for c in columns], 1) if columns else lengths.new_zeros(len(room), 0)
+            law, belief = self._laws(logits, sequences, drafted)
             going = going & (belief.amax(-1) >= self.confidence) if self.confidence else going
             lengths += going
-            tokens.append(law.argmax(-1) if self.policy.greedy else draw(law, u[:, i]))
+            columns.append(self._pick(law, belief, u[:, i * self.candidates : (i + 1) * self.candidates]))
             laws.append(law)
             beliefs.append(belief)
             # On a CPU asking costs nothing; on a GPU the block runs on, since a read would wait for it.
             if self.confidence and device.type == "cpu" and not going.any():
                 break
             if i + 1 < width:
-                logits = self.cache.extend(tokens[-1].unsqueeze(1))
+                logits = self.cache.extend(columns[-1][:, :1])
         # Rows with less room than the widest ran along for the shape's sake: what they drafted beyond it goes.
-        self.cache.rewind([b + min(len(tokens), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)])
-        lengths = torch.minimum(lengths, torch.tensor(room, device=device))
-        q = None if self.policy.greedy else torch.stack(laws, 1)
-        drafted = [min(r, len(tokens)) for r in room]
-        return Proposal(torch.stack(tokens, 1), lengths, q, drafted, torch.stack(beliefs, 1))
+        self.cache.rewind([b + min(len(columns), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)])
+        tokens = torch.stack(columns, 1)
+        return Proposal(
+            tokens[..., 0],
+            torch.minimum(lengths, torch.tensor(room, device=device)),
+            None if self.policy.greedy else torch.stack(laws, 1),
+            [min(r, len(columns)) for r in room],
+            torch.stack(beliefs, 1),
+            tokens[..., 1:] if self.candidates > 1 else None,
+        )
 
-    def _possible(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> list[int]:
-        """Room by row, 0 where the draft cannot follow: its context is full, or a token is not in its vocabulary."""
-        limit, known = self.cache.limit, self.model.config.get_text_config(decoder=True).vocab_size
-        if known < self.vocab:
-            room = [r if r and max(s) < known else 0 for s, r in zip(sequences, room, strict=True)]
-        if limit is None:
-            return list(room)
-        return [
-            max(0, min(r, limit - len(s) + 1)) if len(s) <= limit else 0 for s, r in zip(sequences, room, strict=True)
-        ]
+    def _follows(self, text: Sequence[int]) -> bool:
+        """Whether the draft can hold this text: its context has room, and it knows every token."""
+        limit = self.cache.limit
+        return (limit is None or len(text) <= limit) and (self.known >= self.vocab or max(text) < self.known)
 
-    def _catch_up(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> Tensor:
-        """Feed what was committed since the last block (after a block kept whole that is two tokens): ``[B, 1, V]``."""
-        new = [list(s[have:]) if r else [] for s, have, r in zip(sequences, self.cache.lengths, room, strict=True)]
+    def _possible(self, text: Sequence[int], room: int) -> int:
+        if not room or not self._follows(text):
+            return 0
+        return room if self.cache.limit is None else min(room, self.cache.limit - len(text) + 1)
+
+    def _prefill(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> None:
+        """Feed newcomers all but the last token of their text apart from the rows that hold theirs already, which
+        would otherwise be padded to the newcomers' length."""
+        held = self.cache.lengths
+        new = [b for b, h in enumerate(held) if h == 0 and room[b] and len(sequences[b]) > 1]
+        if not new or len(new) == len(held) or self.capacity:
+            return
+        fresh = ModelCache(self.model, len(new))
+        self._feed(fresh, [list(sequences[b][:-1]) for b in new])
+        order = [b for b in range(len(held)) if b not in new] + new
+        self.cache.keep([b for b in order if b not in new])
+        self.cache.append(fresh)
+        self.cache.keep([order.index(b) for b in range(len(held))])
+
+    def _feed(self, cache: ModelCache, new: Sequence[Sequence[int]]) -> Tensor:
+        """Feed each row what it lacks of its text (two tokens after a block kept whole): logits ``[B, 1, V]``."""
         width = max(len(row) for row in new)
-        padded = torch.tensor([row + [0] * (width - len(row)) for row in new], device=self.model.device)
-        return self.cache.extend(padded, [len(row) for row in new], keep="last")
+        padded = torch.tensor([[*row] + [0] * (width - len(row)) for row in new], device=self.model.device)
+        return cache.extend(padded, [len(row) for row in new], keep="last")
 
-    def _laws(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def _laws(self, logits: Tensor, sequences: Sequence[Sequence[int]], drafted: Tensor) -> tuple[Tensor, Tensor]:
         """The law to draw from and the law at temperature 1, both ``[B, vocab]``."""
-        logits = fit_vocabulary(logits, self.vocab)
-        belief = distribution(logits, SamplingPolicy(temperature=1.0))
-        return (belief if self.policy == SamplingPolicy(temperature=1.0) else distribution(logits, self.policy)), belief
+        logits = fit_vocabulary(logits[:, -1:], self.vocab)
+        if self.processing.active:
+            logits = self.processing.process_block(logits, sequences, self.prompts, drafted)
+        plain = SamplingPolicy(temperature=1.0)
+        belief = distribution(logits[:, 0], plain)
+        return (belief if self.policy == plain else distribution(logits[:, 0], self.policy)), belief
+
+    def _pick(self, law: Tensor, belief: Tensor, u: Tensor) -> Tensor:
+        """``[B, k]`` candidates: the likeliest when greedy, else drawn from the law without those before."""
+        if self.policy.greedy:
+            return law.argmax(-1, keepdim=True) if self.candidates == 1 else belief.topk(self.candidates).indices
+        picked = [draw(law, u[:, 0])]
+        for j in range(1, self.candidates):
+            law = law.scatter(-1, picked[-1].unsqueeze(-1), 0.0)
+            picked.append(draw(law, u[:, j]))
+        return torch.stack(picked, 1)

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import Proposal
+from .base import Drafter, Proposal
 
 
-class PromptLookupDrafter:
+class PromptLookupDrafter(Drafter):
     """Finds the last n-gram earlier in the row and proposes what followed it there, longest n-gram first.
 
     The most recent earlier occurrence is taken, preferring one with a full block after it. Tokens are chosen,
@@ -24,23 +24,9 @@ class PromptLookupDrafter:
         self.device = torch.device(device)
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
-    def start(self, batch: int) -> None:
-        pass
-
-    def commit(self, lengths: Sequence[int]) -> None:
-        pass
-
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
-        blocks = [self._continuation(np.asarray(s), r) for s, r in zip(sequences, room, strict=True)]
-        counts = [len(b) for b in blocks]
-        if max(counts) == 0:
-            return Proposal.nothing(len(blocks), self.device, "no earlier match in the text")
-        tokens = np.zeros((len(blocks), max(counts)), dtype=np.int64)
-        for row, block in zip(tokens, blocks, strict=True):
-            row[: len(block)] = block
-        return Proposal(
-            torch.from_numpy(tokens).to(self.device), torch.tensor(counts, device=self.device), None, counts
-        )
+        blocks = [self._continuation(np.asarray(s), r).tolist() for s, r in zip(sequences, room, strict=True)]
+        return Proposal.chosen(blocks, self.device, "no earlier match in the text")
 
     def _continuation(self, text: np.ndarray, room: int) -> np.ndarray:
         for n in range(min(self.ngram_max, len(text) - 1), self.ngram_min - 1, -1) if room > 0 else ():
