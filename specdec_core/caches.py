@@ -305,6 +305,8 @@ class ModelCache:
         lines: list[list[int]] = []
         for b, (have, want) in enumerate(zip(self.rows.lengths, lengths, strict=True)):
             index = max((i for i, k in enumerate(self.states.kept) if k.lengths[b] <= want), default=None)
+            if want < have and index is None:
+                raise ValueError(f"row {b} of a recurrent state can be rewound once after it was extended, not further")
             if want == have or index is None:
                 chosen.append(present)
                 counts.append(0)
@@ -565,9 +567,8 @@ def _rewind_error(model: PreTrainedModel) -> float:
         cache = ModelCache(model, batch)
         wrong = ids.flip(0).expand(batch, -1)
         cache.extend(wrong[:, :cut])
-        cache.rewind([0, min(1, cut)][:batch])
+        cache.rewind([0] * batch)
         if batch == 2:  # the second row stands one token further, so the rows are ragged from here on
-            cache.rewind([0, 0])
             cache.extend(ids[:1].expand(2, -1), counts=[0, 1])
         starts = cache.lengths
         block = torch.stack([ids[s : s + cut] for s in starts])

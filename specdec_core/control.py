@@ -90,23 +90,28 @@ class Costs:
     def __init__(self, table: Mapping[tuple[Kind, int, int], float] | None = None):
         self.given = table is not None
         self.seen: dict[tuple[Kind, int, int], deque[float]] = {}
-        for key, seconds in (table or {}).items():
-            self.seen[key] = deque([seconds], maxlen=9)
+        self.curves: dict[tuple[Kind, int], dict[int, float]] = {}  # by kind and batch: n -> median of the last nine
+        for (kind, batch, n), seconds in (table or {}).items():
+            self.curves.setdefault((kind, batch), {})[n] = seconds
 
     def add(self, kind: Kind, batch: int, n: int, seconds: float) -> None:
         if not self.given and seconds > 0:
-            self.seen.setdefault((kind, batch, n), deque(maxlen=9)).append(seconds)
+            last = self.seen.setdefault((kind, batch, n), deque(maxlen=9))
+            last.append(seconds)
+            self.curves.setdefault((kind, batch), {})[n] = median(last)
 
     def get(self, kind: Kind, batch: int, n: int) -> float | None:
-        """The median of the last ones at this size, else on the line between its measured neighbours; None where
-        nothing is known at this batch size and no other size tells the shape of the curve."""
-        curve = {m: median(x) for (k, b, m), x in self.seen.items() if k == kind and b == batch}
-        others = sorted({b for k, b, _ in self.seen if k == kind} - {batch}, key=lambda b: abs(b - batch))
+        """The seconds at this size, measured or on the line between its measured neighbours. A batch size of which one
+        point is known takes the shape of the nearest other; None where nothing is known."""
+        curve = self.curves.get((kind, batch), {})
+        if n in curve or len(curve) > 1:
+            return _on_line(curve, n)
+        others = [b for k, b in self.curves if k == kind and b != batch]
         if not curve and (kind == "target" or not others):
             return None
-        if n in curve or len(curve) > 1 or not others:
+        if not others:
             return _on_line(curve, n)
-        shape = {m: median(x) for (k, b, m), x in self.seen.items() if k == kind and b == others[0]}
+        shape = self.curves[kind, min(others, key=lambda b: abs(b - batch))]
         if not curve:
             return _on_line(shape, n)
         ((known, seconds),) = curve.items()
@@ -136,7 +141,7 @@ class Acceptance:
     """
 
     memory: float = 48.0
-    surprise: float = 0.01
+    surprise: float = 0.001
     kept: list[float] = field(default_factory=list)
     judged: list[float] = field(default_factory=list)
     streak: int = 0
@@ -174,15 +179,15 @@ class Acceptance:
     def _before_streak(self) -> float:
         return min((sum(self.kept) + 1) / (max(sum(self.judged) - self.streak, sum(self.kept)) + 2), 0.999)
 
-    def tokens(self, gamma: int, deviations: float = 0.0) -> float:
-        """Expected tokens of a pass with a block of ``gamma``, so many standard deviations from the estimate."""
-        total = run = 1.0
-        for i in range(gamma):
+    def tokens(self, most: int, deviations: float = 0.0) -> list[float]:
+        """Expected tokens of a pass with a block of 0, 1, ... ``most``, shifted by so many standard deviations."""
+        alpha, shift = self.alpha, deviations * self.spread
+        run, totals = 1.0, [1.0]
+        for i in range(most):
             kept, judged = (self.kept[i], self.judged[i]) if i < len(self.judged) else (0.0, 0.0)
-            rate = (kept + 4 * self.alpha) / (judged + 4) + deviations * self.spread
-            run *= min(max(rate, 0.0), 1.0)
-            total += run
-        return total
+            run *= min(max((kept + 4 * alpha) / (judged + 4) + shift, 0.0), 1.0)
+            totals.append(totals[-1] + run)
+        return totals
 
 
 @dataclass
@@ -210,17 +215,17 @@ class Adaptive(BlockLength):
 
     def best(self, batch: int, deviations: float = 0.0) -> tuple[int, float]:
         """The best block length and its predicted speed over ordinary decoding; ``start`` while no draft was timed."""
-        if self.costs.get("draft", batch, 1) is None:
+        ordinary = self.costs.get("target", batch, 1)
+        if ordinary is None or self.costs.get("draft", batch, 1) is None:
             return min(self.start, self.most), 1.0
-        speeds = {g: self.speed(batch, g, deviations) for g in range(1, self.most + 1)}
-        gamma = max(speeds, key=speeds.__getitem__)
-        return gamma, speeds[gamma]
+        tokens = self.acceptance.tokens(self.most, deviations)
+        return max(
+            ((g, tokens[g] * ordinary / self._cost(batch, g)) for g in range(1, self.most + 1)), key=lambda x: x[1]
+        )
 
-    def speed(self, batch: int, gamma: int, deviations: float = 0.0) -> float:
-        """Predicted speed over ordinary decoding."""
-        ordinary = self.costs.get("target", batch, 1) or 0.0
-        once = (self.costs.get("draft", batch, gamma) or 0.0) + (self.costs.get("target", batch, gamma + 1) or 0.0)
-        return self.acceptance.tokens(gamma, deviations) * ordinary / once if once else 1.0
+    def _cost(self, batch: int, gamma: int) -> float:
+        draft, target = self.costs.get("draft", batch, gamma), self.costs.get("target", batch, gamma + 1)
+        return (draft or 0.0) + (target or 0.0)
 
 
 @dataclass
@@ -229,14 +234,13 @@ class Fallback(BlockLength):
 
     Off when even ``deviations`` standard deviations above the estimate the best block is predicted slower than ordinary
     decoding. Then ordinary passes, with no draft, until a probe of ``probe`` blocks is due; it starts from no opinion,
-    and turns speculation on again if the estimate itself promises more than ``gain``. The gap between the two bounds is
-    the hysteresis. Ordinary passes before a probe: so many that the last probe's loss is at most ``overhead`` of them,
-    at least ``rest``, doubled with every probe in vain.
+    and turns speculation on again if half as many deviations below the estimate it is predicted faster. The gap between
+    the two bounds is the hysteresis. Ordinary passes before a probe: so many that the last probe's loss is at most
+    ``overhead`` of them, at least ``rest``, doubled with every probe in vain.
     """
 
     inner: Adaptive = field(default_factory=Adaptive)
     deviations: float = 1.0
-    gain: float = 1.02
     probe: int = 3
     rest: int = 24
     overhead: float = 0.02
@@ -276,19 +280,14 @@ class Fallback(BlockLength):
 
     def _judge(self, batch: int) -> None:
         gamma, hoped = self.inner.best(batch, self.deviations)
-        if hoped < 1:
+        decided = self.mode == "probe" and self.since >= self.probe
+        if decided and self.inner.best(batch, -self.deviations / 2)[1] > 1:
+            self.failed = 0
+            self._turn("speculate", self._because(batch, gamma))
+        elif decided or hoped < 1:
             self.failed = self.failed + 1 if self.mode == "probe" else 0
             self.wait = max(self.rest * 2 ** min(self.failed, 5), int(self.loss / self.overhead))
             self._turn("off", self._because(batch, gamma))
-        elif self.mode == "probe" and self.since >= self.probe:
-            gamma, speed = self.inner.best(batch)
-            if speed > self.gain:
-                self.failed = 0
-                self._turn("speculate", self._because(batch, gamma))
-            else:
-                self.failed += 1
-                self.wait = max(self.rest * 2 ** min(self.failed, 5), int(self.loss / self.overhead))
-                self._turn("off", self._because(batch, gamma))
 
     def _turn(self, mode: str, reason: str) -> None:
         self.mode, self.since, self.reason = mode, 0, reason
@@ -296,9 +295,9 @@ class Fallback(BlockLength):
     def _because(self, batch: int, gamma: int) -> str:
         acceptance, costs = self.inner.acceptance, self.inner.costs
         wanted: list[tuple[Kind, int]] = [("draft", gamma), ("target", gamma + 1), ("target", 1)]
-        ms = [1e3 * (costs.get(kind, batch, n) or 0.0) for kind, n in wanted]
+        draft, target, ordinary = (1e3 * (costs.get(kind, batch, n) or 0.0) for kind, n in wanted)
+        speed = acceptance.tokens(gamma)[gamma] * ordinary / (draft + target)
         return (
-            f"predicted {self.inner.speed(batch, gamma):.2f} of ordinary speed at γ={gamma} with {batch} rows: α̂ "
-            f"{acceptance.alpha:.2f} ± {acceptance.spread:.2f}, draft {ms[0]:.1f} ms, target {ms[1]:.1f} against "
-            f"{ms[2]:.1f} ms"
+            f"predicted {speed:.2f} of ordinary speed at γ={gamma} with {batch} rows: α̂ {acceptance.alpha:.2f} ± "
+            f"{acceptance.spread:.2f}, draft {draft:.1f} ms, target {target:.1f} against {ordinary:.1f} ms"
         )

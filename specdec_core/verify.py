@@ -240,13 +240,6 @@ LOSSY = {
     "typical": Rule(
         "typical", _typical_survival, _target_law, False, "Cai et al. 2024 (Medusa), section 2.3.1: lossy by design"
     ),
-    "block_token_residual": Rule(
-        "block_token_residual",
-        _block_survival,
-        _token_residual,
-        False,
-        "planted: block rule with the token rule's residual",
-    ),
     "greedy_at_t": Rule(
         "greedy_at_t", _greedy_survival, _target_law, False, "planted: the greedy rule used for sampling"
     ),

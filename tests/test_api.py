@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
-from kit import ScriptedDrafter, block, pair_of, tiny_llama
+import torch
+from kit import NoTokenizer, ScriptedDrafter, block, pair_of, tiny_llama
+from transformers import GenerationConfig
 
 import specdec_core
-from specdec_core import SamplingPolicy, SpecDecError, generate, generate_batch
+from specdec_core import Processing, SamplingPolicy, SpecDecError, generate, generate_batch, stream
 from specdec_core.drafters import ModelDrafter
 
 PROMPT = [3, 3, 4, 5]
@@ -128,14 +127,76 @@ def test_a_batch_of_none_is_no_output(pair):
     assert generate_batch(pair, []) == []
 
 
-def test_settings_of_the_models_own_generation_config_that_are_not_applied_are_named_once():
+def test_what_the_models_own_generation_config_asks_is_applied_as_hugging_face_does_and_can_be_left_out():
+    target = tiny_llama()
+    pair = pair_of(target)
+    pair.target.generation_config = GenerationConfig(repetition_penalty=1.5, suppress_tokens=[5, 6], top_k=50)
+    theirs = target.generate(torch.tensor([PROMPT]), do_sample=False, max_new_tokens=20, pad_token_id=0)
+    want = theirs[0, len(PROMPT) :].tolist()
+    for speculate in (True, False):
+        assert generate(pair, PROMPT, max_new_tokens=20, speculate=speculate).tokens == want
+    plain = generate(pair, PROMPT, max_new_tokens=20, processing=Processing()).tokens
+    assert plain == generate(pair_of(tiny_llama()), PROMPT, max_new_tokens=20).tokens != want
+
+
+def test_a_generation_config_that_cannot_be_applied_is_refused_in_one_line():
     pair = pair_of(tiny_llama())
-    pair.target.generation_config = SimpleNamespace(eos_token_id=None, repetition_penalty=1.5, top_k=50, min_length=0)
-    with pytest.warns(UserWarning, match="repetition_penalty=1.5"):
+    pair.target.generation_config = GenerationConfig(guidance_scale=2.0)
+    with pytest.raises(SpecDecError, match="guidance_scale"):
         generate(pair, PROMPT, max_new_tokens=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(pair, PROMPT, max_new_tokens=2)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}, {"stop": "9:", "max_new_tokens": 60}])
+def test_streamed_pieces_add_up_to_the_text_and_a_stop_string_never_shows(pair, options):
+    options = {"max_new_tokens": 30, **options}
+    whole = generate(pair, PROMPT, **options)
+    flow = stream(pair, PROMPT, **options)
+    pieces = list(flow)
+    assert "".join(pieces) == whole.text == flow.output.text
+    assert flow.tokens == whole.tokens
+    assert len(pieces) > 3 or options.get("stop")
+
+
+def test_a_streamed_text_ends_after_the_pass_in_which_it_was_cancelled(pair):
+    flow = stream(pair, PROMPT, max_new_tokens=60, gamma=3)
+    pieces = []
+    for n, piece in enumerate(flow):
+        pieces.append(piece)
+        if n == 2:
+            flow.cancel()
+    assert flow.output.stop == "cancelled"
+    assert 3 <= len(flow.tokens) <= 12
+    assert "".join(pieces) == flow.output.text
+
+
+def test_a_character_whose_tokens_are_not_all_there_is_held_back():
+    class Halves(NoTokenizer):
+        """Two tokens make a character; a single one at the end decodes to the replacement sign."""
+
+        def decode(self, ids, **_):
+            whole = "".join(chr(200 + a) for a, _ in zip(ids[::2], ids[1::2], strict=False))
+            return whole + "\ufffd" * (len(ids) % 2)
+
+    pair = pair_of(tiny_llama())
+    pair.tokenizer = Halves()
+    pieces = list(stream(pair, PROMPT, max_new_tokens=9))
+    assert "\ufffd" not in "".join(pieces[:-1])
+    assert "".join(pieces) == generate(pair, PROMPT, max_new_tokens=9).text
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        ({"rule": "typical", "temperature": 1.0}, "rule"),
+        ({"rule": "block", "candidates": 2, "temperature": 1.0}, "block"),
+        ({"control": "magic"}, "control"),
+        ({"max_batch": 0}, "max_batch"),
+        ({"candidates": 0}, "candidates"),
+    ],
+)
+def test_an_impossible_rule_control_or_batch_is_refused_by_name(pair, options, word):
+    with pytest.raises(SpecDecError, match=word):
+        generate(pair, PROMPT, max_new_tokens=4, **options)
 
 
 def test_a_row_of_a_batch_has_its_whole_wall_time_and_the_batch_counts_a_pass_once(pair):

@@ -49,6 +49,7 @@ class ModelDrafter(Drafter):
     def start(self) -> None:
         self.cache = ModelCache(self.model, 0, self.capacity)
         self.prompts: list[int] = []
+        self.sound: list[int] | None = None  # tokens of each row's cache that are text or a block just proposed
 
     def join(self, sequences: Sequence[Sequence[int]]) -> None:
         """Nothing is fed before the first block is asked for: a control may never ask."""
@@ -60,7 +61,9 @@ class ModelDrafter(Drafter):
         self.cache.keep(rows)
 
     def commit(self, lengths: Sequence[int]) -> None:
-        self.cache.rewind([min(have, n) for have, n in zip(self.cache.lengths, lengths, strict=True)])
+        held = self.cache.lengths if self.sound is None else self.sound
+        self.cache.rewind([min(have, n) for have, n in zip(held, lengths, strict=True)])
+        self.sound = None
 
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
         room = [self._possible(s, r) for s, r in zip(sequences, room, strict=True)]
@@ -90,8 +93,8 @@ class ModelDrafter(Drafter):
                 break
             if i + 1 < width:
                 logits = self.cache.extend(columns[-1][:, :1])
-        # Rows with less room than the widest ran along for the shape's sake: what they drafted beyond it goes.
-        self.cache.rewind([b + min(len(columns), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)])
+        # Rows with less room than the widest ran along for the shape's sake: what they drafted beyond it is no text.
+        self.sound = [b + min(len(columns), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)]
         tokens = torch.stack(columns, 1)
         return Proposal(
             tokens[..., 0],

@@ -26,7 +26,7 @@ from ..theory import (
     target_law,
     walltime_factor,
 )
-from ..verify import LOSSY, TOKEN, Rule
+from ..verify import BLOCK, LOSSY, TOKEN, Rule
 from .replay import predict, replay
 from .stats import Interval, bootstrap, detectable_distance, law_test, power_against
 from .table_model import iid
@@ -61,6 +61,7 @@ def top_two_of(q: Tensor) -> Tensor:
 
 LOOPS = (
     Loop("token rule (exact)", TOKEN, True),
+    Loop("block rule (exact)", BLOCK, True),
     *(Loop(name.replace("_", " "), rule, False) for name, rule in LOSSY.items()),
     Loop("argmax draft, q = softmax", TOKEN, False, argmax_of),
     Loop("top-2 draft, q unfiltered", TOKEN, False, top_two_of),

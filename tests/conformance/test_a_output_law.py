@@ -77,7 +77,9 @@ def test_a2_draft_law_before_its_top_k_is_caught_and_the_law_after_it_passes():
     logits = torch.tensor([[0.2, 0.6, 0.2001]]).log()
     law = distribution(logits, policy)
     assert law[0, 0] == 0
-    proposal = ModelDrafter(iid([0.2, 0.6, 0.2001]), policy, 3).propose([[0]], [2], torch.tensor([[0.1, 0.9]]))
+    drafter = ModelDrafter(iid([0.2, 0.6, 0.2001]), policy, 3)
+    drafter.join([[0]])
+    proposal = drafter.propose([[0]], [2], torch.tensor([[0.1, 0.9]]))
     assert torch.allclose(proposal.q, law.expand(1, 2, -1))
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kit import ScriptedDrafter, block, decode, tiny_llama
-from transformers import AutoModelForCausalLM, GPTNeoConfig, MambaConfig, MistralConfig
+from kit import ScriptedDrafter, block, decode, noisy_copy, tiny_llama
+from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoConfig, Mamba2Config, MambaConfig, MistralConfig
 
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.caches import ModelCache, context_limit
 from specdec_core.drafters import ModelDrafter, PromptLookupDrafter
-from specdec_core.loop import Settings
+from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
+from specdec_core.sampling import RequestRandom
 from specdec_core.stops import Stops
 
 GREEDY = SamplingPolicy()
@@ -87,20 +88,28 @@ def test_c3_after_one_forced_rejection_acceptance_returns_to_1_and_caches_hold_w
     assert request.output == base.output
     assert [r.rejected for r in request.records] == [0, 0, 0, 1] + [0] * (len(request.records) - 4)
     for record, (committed, cached) in zip(request.records[1:], held, strict=True):
-        assert committed == [record.context + len(record.emitted)]
-        # all but the pending token; after a block kept whole the draft also lacks the last drafted one
-        assert cached == [
-            committed[0] - (2 if record.last in ("bonus", "accepted") and record.verified == record.accepted else 1)
-        ]
+        kept = record.context + record.accepted
+        assert committed == [kept] or record.stop
+        # all that was kept; after a block kept whole the draft lacks the last drafted token, which it never fed itself
+        assert cached == [kept - (record.verified == record.accepted)] or record.stop
 
 
 def test_c3_the_targets_cache_holds_all_committed_tokens_but_the_last(monkeypatch):
     target = tiny_llama()
     seen = []
     rewind = ModelCache.rewind
-    monkeypatch.setattr(ModelCache, "rewind", lambda self, lengths: (rewind(self, lengths), seen.append(self.lengths)))
-    requests = decode(target, [SHORT, LONG], PromptLookupDrafter(), 30, Settings(gamma=4))
-    assert seen[-1] == [len(r.committed) - 1 for r in requests]
+
+    def spy(self, lengths):
+        rewind(self, lengths)
+        if len(lengths) == 2 and requests[0].output:  # not the self-check that comes before
+            seen.append((self.lengths, [len(r.committed) - 1 for r in requests]))
+
+    requests = [Request(i, p, 30, RequestRandom(0, i)) for i, p in enumerate((SHORT, LONG))]
+    monkeypatch.setattr(ModelCache, "rewind", spy)
+    for _ in speculative_decoding(target, requests, PromptLookupDrafter(), Settings(gamma=4)):
+        pass
+    assert len(seen) > 10
+    assert all(held == committed for held, committed in seen)
 
 
 def test_c3_a_cache_gives_after_rewinds_the_logits_of_one_plain_pass():
@@ -119,15 +128,155 @@ def test_c3_a_cache_gives_after_rewinds_the_logits_of_one_plain_pass():
         cache.rewind([100])
 
 
-def test_c5_a_cache_that_cannot_be_rewound_is_refused_before_the_first_token_and_the_type_is_named():
-    small = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "intermediate_size": 32}
-    mamba = AutoModelForCausalLM.from_config(MambaConfig(state_size=4, **small))
-    sliding = AutoModelForCausalLM.from_config(
-        MistralConfig(num_attention_heads=2, num_key_value_heads=1, sliding_window=4, **small)
-    )
-    for model in (mamba.eval(), sliding.eval()):
-        with pytest.raises(SpecDecError, match=model.config.model_type):
-            decode(model, [[1, 2, 3]], PromptLookupDrafter(), 5)
+SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 32, "initializer_range": 0.3}
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+def of(config, seed=0):
+    torch.manual_seed(seed)
+    return AutoModelForCausalLM.from_config(config).eval()
+
+
+def test_c5_a_state_that_cannot_go_on_with_a_block_is_refused_before_the_first_token_and_the_type_is_named():
+    mamba = of(MambaConfig(state_size=4, **SMALL))
+    with pytest.raises(SpecDecError, match="mamba"):
+        decode(mamba, [[1, 2, 3]], PromptLookupDrafter(), 5)
+
+
+WINDOWED = {
+    "sliding": lambda: of(MistralConfig(sliding_window=8, **HEADS, **SMALL)),
+    "sliding and full": lambda: of(Gemma2Config(sliding_window=8, head_dim=16, **HEADS, **SMALL)),
+    "recurrent": lambda: of(
+        Mamba2Config(state_size=8, num_heads=4, head_dim=16, expand=2, n_groups=1, **{**SMALL, "intermediate_size": 64})
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", WINDOWED)
+@pytest.mark.parametrize("policy", [GREEDY, SamplingPolicy(0.8)])
+def test_c5_windows_are_crossed_and_states_restored_exactly(kind, policy):
+    """Against plain passes with no cache of ours, well past a window of 8; alone, ragged, and with rows joining."""
+    target = WINDOWED[kind]()
+    prompts = [SHORT, LONG, [5, 6] * 10]
+    settings = Settings(gamma=3, policy=policy)
+    base = [decode(target, [p], tokens=30, settings=settings, first_id=i)[0] for i, p in enumerate(prompts)]
+    if policy.greedy:
+        for request in base:
+            text = list(request.prompt)
+            for token in request.output:
+                logits = target(torch.tensor([text]), use_cache=False).logits[0, -1]
+                assert logits.max() - logits[token] < 1e-3 * logits.abs().max()
+                text.append(token)
+    for drafter in (PromptLookupDrafter(), ModelDrafter(target, policy, 64), ModelDrafter(tiny_llama(4), policy, 64)):
+        rows = decode(target, prompts, drafter, 30, Settings(gamma=3, policy=policy, max_batch=2))
+        alone = [decode(target, [p], drafter, 30, settings, first_id=i)[0].output for i, p in enumerate(prompts)]
+        assert [r.output for r in rows] == alone
+        if policy.greedy:
+            assert alone == [r.output for r in base]
+        if drafter.__class__ is ModelDrafter and drafter.model is target:
+            assert sum(r.rejected for row in rows for r in row.records) == 0
+
+
+def test_c5_a_state_is_rewound_to_what_a_plain_pass_gives():
+    target = WINDOWED["recurrent"]()
+    ids = torch.tensor([LONG])
+    with torch.inference_mode():
+        plain = target(ids, use_cache=False).logits
+        cache = ModelCache(target, 2)
+        cache.extend(ids[:, :4].expand(2, -1))
+        cache.extend(torch.tensor([[6, 60, 61], [6, 7, 62]]))
+        cache.rewind([5, 6])
+        got = cache.extend(torch.stack([ids[0, 5:7], ids[0, 6:8]]))
+    assert torch.allclose(got[0], plain[0, 5:7], atol=1e-4)
+    assert torch.allclose(got[1], plain[0, 6:8], atol=1e-4)
+    with pytest.raises(ValueError, match="recurrent"):
+        cache.rewind([1, 1]), cache.rewind([0, 0])
+
+
+@pytest.mark.parametrize("policy", [GREEDY, SamplingPolicy(0.8)])
+@pytest.mark.parametrize("most", [1, 2, 3])
+def test_finished_rows_free_their_place_and_waiting_ones_join_without_a_change_to_any(policy, most):
+    target, other = tiny_llama(), noisy_copy(tiny_llama())
+    prompts = [SHORT, LONG, [1, 2], [5] * 20, [9, 8, 7, 6]]
+    for make in (lambda: ModelDrafter(other, policy, 64), PromptLookupDrafter, lambda: None):
+        settings = Settings(gamma=3, policy=policy, max_batch=most)
+        requests = [
+            Request(i, p, n, RequestRandom(0, i))
+            for i, (p, n) in enumerate(zip(prompts, (5, 30, 12, 1, 20), strict=True))
+        ]
+        drafter = make()
+        steps = (
+            ordinary_decoding(target, requests, settings)
+            if drafter is None
+            else speculative_decoding(target, requests, drafter, settings)
+        )
+        widths = [len(records) for records in steps]
+        assert max(widths) == most
+        for i, r in enumerate(requests):
+            (alone,) = decode(
+                target, [r.prompt], make(), r.max_new_tokens, Settings(gamma=3, policy=policy), first_id=i
+            )
+            assert r.output == alone.output
+            assert len(r.output) == r.max_new_tokens
+
+
+def test_a_place_that_is_free_costs_nothing_the_batch_of_a_pass_is_the_rows_that_run():
+    target = tiny_llama()
+    requests = [Request(i, SHORT, n, RequestRandom(0, i)) for i, n in enumerate((3, 20))]
+    for _ in speculative_decoding(target, requests, PromptLookupDrafter(), Settings(gamma=2)):
+        pass
+    assert {r.batch for r in requests[0].records} == {2}
+    assert requests[1].records[-1].batch == 1
+
+
+@pytest.mark.parametrize("policy", [GREEDY, SamplingPolicy(0.8)])
+@pytest.mark.parametrize("shapes", [False, True])
+def test_c9_a_row_cancelled_in_the_middle_of_a_batch_leaves_the_others_unchanged(policy, shapes):
+    target = tiny_llama()
+    prompts = [SHORT, LONG, [1, 2]]
+    draft = noisy_copy(target)
+    drafter = lambda: ModelDrafter(draft, policy, 64)  # noqa: E731
+    alone = [
+        decode(target, [p], drafter(), 24, Settings(3, policy), first_id=i)[0].output for i, p in enumerate(prompts)
+    ]
+    requests = [Request(i, p, 24, RequestRandom(0, i)) for i, p in enumerate(prompts)]
+    settings = Settings(gamma=3, policy=policy, fixed_shapes=shapes)
+    for n, _ in enumerate(speculative_decoding(target, requests, drafter(), settings)):
+        if n == 4:
+            requests[1].cancel()
+    assert requests[1].stop == "cancelled"
+    assert 4 < len(requests[1].output) < 24
+    assert requests[1].output == alone[1][: len(requests[1].output)]
+    assert [requests[0].output, requests[2].output] == [alone[0], alone[2]]
+
+
+@pytest.mark.parametrize("policy", [GREEDY, SamplingPolicy(0.8)])
+def test_fixed_shapes_give_the_same_tokens(policy):
+    target, other = tiny_llama(), noisy_copy(tiny_llama())
+    prompts = [SHORT, LONG, [1, 2], [5] * 20]
+    plain = decode(target, prompts, ModelDrafter(other, policy, 64), 24, Settings(gamma=3, policy=policy))
+    for most in (None, 2):
+        settings = Settings(gamma=3, policy=policy, fixed_shapes=True, max_batch=most)
+        fixed = decode(target, prompts, ModelDrafter(other, policy, 64, capacity=64), 24, settings)
+        assert [r.output for r in fixed] == [r.output for r in plain]
+
+
+@pytest.mark.parametrize("candidates", [2, 3])
+@pytest.mark.parametrize("policy", [GREEDY, SamplingPolicy(0.8)])
+def test_c1_with_several_candidates_a_position_rows_still_equal_their_own_runs(policy, candidates):
+    target = tiny_llama()
+    draft = noisy_copy(target)
+    prompts = [SHORT, LONG, [1, 2], [5] * 20]
+    make = lambda: ModelDrafter(draft, policy, 64, candidates=candidates)  # noqa: E731
+    together = decode(target, prompts, make(), 24, Settings(gamma=3, policy=policy, max_batch=3))
+    for i, prompt in enumerate(prompts):
+        (alone,) = decode(target, [prompt], make(), 24, Settings(gamma=3, policy=policy), first_id=i)
+        assert together[i].output == alone.output
+        if policy.greedy:
+            assert alone.output == decode(target, [prompt], tokens=24)[0].output
+    joined = [r for row in together for r in row.records if r.branch is not None]
+    assert joined
+    assert all(r.branch in r.emitted and r.accepted >= 1 and not r.rejected for r in joined)
 
 
 def test_c5_a_window_that_hides_inside_the_layers_is_refused():
