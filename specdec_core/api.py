@@ -249,8 +249,9 @@ def prepare(
     if max_batch is not None:
         whole("max_batch", max_batch, 1, 2**31)
     stops = make_stops(pair, stop, eos)
+    whole("max_new_tokens", max_new_tokens, 0, 2**31)
     if processing is None:
-        processing = from_generation_config(pair.target.generation_config, sorted(stops.eos))
+        processing = from_generation_config(pair.target.generation_config, sorted(stops.eos), max_new_tokens)
     settings = Settings(
         gamma=whole("gamma", gamma, 1, 1024),
         policy=policy,
@@ -263,7 +264,7 @@ def prepare(
         max_batch=max_batch,
         fixed_shapes=fixed_shapes,
     )
-    requests = make_requests(pair, prompts, whole("max_new_tokens", max_new_tokens, 0, 2**31), seed, chat)
+    requests = make_requests(pair, prompts, max_new_tokens, seed, chat)
     if not speculate:
         return Prepared(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
     chosen = drafter if drafter is not None else pair.drafter

@@ -269,8 +269,8 @@ class ModelCache:
             visible = seen if near is None else seen & near(positions.unsqueeze(-1), where)
             blank = torch.zeros(visible.shape, dtype=self.model.dtype, device=start.device)
             masks[kind] = blank.masked_fill_(~visible, torch.finfo(self.model.dtype).min).unsqueeze(1)
-        if len(masks) == 1:
-            return next(iter(masks.values()))
+        if len(masks) < 2:
+            return next(iter(masks.values()), None)
         return {**masks, "linear_attention": None, "conv": None}
 
     # --- recurrent states ---------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class ModelCache:
         base, reached, logits = self.states.now(), self.states.now(), None
         for count in sorted(set(counts) - {0}):
             self.states.set([base] * len(counts))
-            out = self._pass(tokens[:, :count])
+            out = self._continued(tokens[:, :count])
             mine = torch.tensor([c == count for c in counts], device=tokens.device)
             after = self.states.now()
             reached = [_rowwise(mine, a, r) for a, r in zip(after, reached, strict=True)]
@@ -296,6 +296,17 @@ class ModelCache:
             logits[mine, :count] = out[mine]
         self.states.put(reached)
         return logits
+
+    def _continued(self, tokens: Tensor) -> Tensor:
+        """A pass, or as many as there are tokens for a model whose scan over several starts from nothing."""
+        if not _stepwise.get(self.model) or not any(self.rows.lengths):
+            return self._pass(tokens)
+        start, outs = self.lengths, []
+        for i in range(tokens.shape[1]):
+            outs.append(self._pass(tokens[:, i : i + 1]))
+            self.rows.lengths = [n + 1 for n in self.rows.lengths]
+        self.rows.lengths = start
+        return torch.cat(outs, 1)
 
     def _rewind_states(self, lengths: list[int]) -> None:
         """Back to the last state kept at or before each row's new length, and the few tokens after it once more."""
@@ -448,6 +459,7 @@ class Plan:
     kind: str
     layers: list[Callable[[RowLengths], Any]]
     windows: dict[str, Window | None]
+    recurrent: bool
     masks: bool
 
 
@@ -467,6 +479,9 @@ def context_limit(model: PreTrainedModel) -> int | None:
         if isinstance(value, int) and value > 0:
             return value
     return None
+
+
+_IGNORES_ITS_WINDOW = ("moshi",)  # its configuration names one, its code attends to everything
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
@@ -496,6 +511,9 @@ def plan_of(model: PreTrainedModel) -> Plan:
         odd.append("local attention")  # GPT-Neo builds its window inside the layer, where no mask of ours reaches
     if len(windows) > 1:
         odd.append(f"windows of {len(windows)} lengths")
+    own = type(model).__module__.startswith("transformers.models.")
+    if windows and (not own or config.model_type in _IGNORES_ITS_WINDOW):
+        odd.append("a window that is not known to be applied")
     if odd or not found:
         what = ", ".join(sorted(set(odd))) or "a state that is not a key-value cache"
         raise SpecDecError(
@@ -503,8 +521,8 @@ def plan_of(model: PreTrainedModel) -> Plan:
             "use a model with full, sliding or linear attention."
         )
     kinds = _windows(config, found, windows.pop() if windows else 0)
-    masks = config._attn_implementation in ("eager", "sdpa")
-    return Plan(str(config.model_type), makers, kinds, masks)
+    recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in found)
+    return Plan(str(config.model_type), makers, kinds, recurrent, config._attn_implementation in ("eager", "sdpa"))
 
 
 def _windows(config: Any, layers: Sequence[Any], size: int) -> dict[str, Window | None]:
@@ -521,36 +539,45 @@ def _windows(config: Any, layers: Sequence[Any], size: int) -> dict[str, Window 
             kinds[kind] = near[kind]
         elif isinstance(layer, CacheLayerMixin):
             kinds["full_attention"] = None
-    return kinds or {"full_attention": None}
+    return kinds
 
 
 _checked: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_stepwise: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 
 
 def check_rewindable(model: PreTrainedModel) -> None:
     """Refuse a model that gives other logits in blocks, after a rewind or in a ragged batch than in one plain pass.
 
-    Looking at the configuration cannot settle this for every architecture, eight tokens can. Done once a model.
+    Looking at the configuration cannot settle this for every architecture, eight tokens can. Done once a model. A
+    recurrent model that fails is tried again one token at a time: exact then, if never faster.
     """
     if model in _checked:
         return
     _checked[model] = True  # set first: the check itself makes caches
-    kind = model.config.model_type
+    fault = _rewind_fault(model)
+    if fault and plan_of(model).recurrent:
+        _stepwise[model] = True
+        fault = _rewind_fault(model)
+    if fault:
+        del _checked[model]
+        raise SpecDecError(f"Model type '{model.config.model_type}' {fault}: use another model.")
+
+
+def _rewind_fault(model: PreTrainedModel) -> str:
+    """What is wrong with the model's logits after a rewind, in words; empty if nothing is."""
     try:
         with torch.inference_mode():
             worst = _rewind_error(model)
     except Exception as error:
-        del _checked[model]
-        raise SpecDecError(
-            f"Model type '{kind}' cannot run on a row-wise cache ({type(error).__name__}: "
-            f"{str(error).splitlines()[0] if str(error) else 'no message'}): use another model."
-        ) from error
-    if not worst < (1e-4 if torch.finfo(model.dtype).bits > 16 else 5e-2):
-        del _checked[model]
-        raise SpecDecError(
-            f"Model type '{kind}' gives other logits after a rewind (relative error {worst:.1e} in "
-            f"{str(model.dtype).removeprefix('torch.')}), so its output would not be exact: use another model."
-        )
+        line = str(error).splitlines()[0] if str(error) else "no message"
+        return f"cannot run on a row-wise cache ({type(error).__name__}: {line})"
+    if worst < (1e-4 if torch.finfo(model.dtype).bits > 16 else 5e-2):
+        return ""
+    dtype = str(model.dtype).removeprefix("torch.")
+    return (
+        f"gives other logits after a rewind (relative error {worst:.1e} in {dtype}), so its output would not be exact"
+    )
 
 
 def _rewind_error(model: PreTrainedModel) -> float:

@@ -95,7 +95,7 @@ class Decoding:
         self.control = settings.control or Fixed(settings.gamma)
         self.capacity = capacity(requests, settings.gamma) if settings.fixed_shapes else None
         self.cache = ModelCache(target, 0, self.capacity)  # refuses a model that would not be exact, before any token
-        settings.processing.check(self.vocab)
+        settings.processing.check(self.vocab, target.device)
         self.coins = torch.zeros(0)
 
     @property

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from kit import ScriptedDrafter, block, decode, noisy_copy, tiny_llama
-from transformers import AutoModelForCausalLM, Gemma2Config, GPTNeoConfig, Mamba2Config, MambaConfig, MistralConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPTNeoConfig,
+    Mamba2Config,
+    MambaConfig,
+    MistralConfig,
+    MistralForCausalLM,
+    RecurrentGemmaConfig,
+)
 
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.caches import ModelCache, context_limit
@@ -137,15 +146,26 @@ def of(config, seed=0):
     return AutoModelForCausalLM.from_config(config).eval()
 
 
-def test_c5_a_state_that_cannot_go_on_with_a_block_is_refused_before_the_first_token_and_the_type_is_named():
-    mamba = of(MambaConfig(state_size=4, **SMALL))
-    with pytest.raises(SpecDecError, match="mamba"):
-        decode(mamba, [[1, 2, 3]], PromptLookupDrafter(), 5)
+def test_c5_a_state_that_a_block_cannot_go_on_from_is_refused_before_the_first_token_and_the_type_is_named():
+    config = RecurrentGemmaConfig(lru_width=32, attention_window_size=8, head_dim=16, **HEADS, **SMALL)
+    with pytest.raises(SpecDecError, match="recurrent_gemma"):
+        decode(of(config), [[1, 2, 3]], PromptLookupDrafter(), 5)
+
+
+def test_c5_a_window_that_the_models_code_may_not_apply_is_refused():
+    class Mine(MistralForCausalLM):
+        """A model of somebody's own: whether it cuts its attention where its configuration says nobody has seen."""
+
+    torch.manual_seed(0)
+    model = Mine(MistralConfig(sliding_window=8, **HEADS, **SMALL)).eval()
+    with pytest.raises(SpecDecError, match="not known to be applied"):
+        decode(model, [[1, 2, 3]], PromptLookupDrafter(), 5)
 
 
 WINDOWED = {
     "sliding": lambda: of(MistralConfig(sliding_window=8, **HEADS, **SMALL)),
     "sliding and full": lambda: of(Gemma2Config(sliding_window=8, head_dim=16, **HEADS, **SMALL)),
+    "recurrent, one token at a time": lambda: of(MambaConfig(state_size=4, **SMALL)),
     "recurrent": lambda: of(
         Mamba2Config(state_size=8, num_heads=4, head_dim=16, expand=2, n_groups=1, **{**SMALL, "intermediate_size": 64})
     ),
