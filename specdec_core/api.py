@@ -12,7 +12,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from . import record
 from .caches import context_limit
 from .control import Adaptive, BlockLength, Fallback, Fixed, Heuristic
-from .drafters import Drafter, ModelDrafter, PromptLookupDrafter
+from .drafters import (
+    CompositeDrafter,
+    Drafter,
+    EarlyExitDrafter,
+    ModelDrafter,
+    PromptLookupDrafter,
+    SuffixDrafter,
+    TranslatedDrafter,
+)
 from .errors import SpecDecError, number, whole
 from .loop import Request, Settings, capacity, ordinary_decoding, speculative_decoding
 from .processors import Processing, from_generation_config
@@ -21,19 +29,25 @@ from .sampling import RequestRandom, SamplingPolicy
 from .stops import Stops
 from .verify import BLOCK, TOKEN, Rule
 
-DRAFTERS = ("prompt_lookup", "model", "self")
+DRAFTERS = ("prompt_lookup", "suffix", "model", "composite", "early_exit", "self")
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
 @dataclass
 class Pair:
-    """A target, its tokenizer, perhaps a draft, and what is logged about them."""
+    """A target, its tokenizer, perhaps a draft, and what is logged about them.
+
+    ``draft_tokenizer`` is set where it differs from the target's: the draft is then translated, token by token.
+    ``exit_layers``: where drafter ``early_exit`` leaves the target; None is after half of its layers.
+    """
 
     name: str
     target: PreTrainedModel = field(repr=False)
     tokenizer: PreTrainedTokenizerBase = field(repr=False)
     draft: PreTrainedModel | None = field(default=None, repr=False)
     drafter: str = "prompt_lookup"
+    draft_tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
+    exit_layers: int | None = None
     lineage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -41,27 +55,31 @@ class Pair:
         """Size of the target's law (its output head, which may be padded beyond the tokenizer)."""
         return int(self.target.config.get_text_config(decoder=True).vocab_size)
 
-    def make_drafter(
-        self,
-        kind: str,
-        policy: SamplingPolicy,
-        confidence: float = 0.0,
-        candidates: int = 1,
-        processing: Processing | None = None,
-        capacity: int | None = None,
-    ) -> Drafter:
-        """A fresh drafter of one of ``DRAFTERS``; ``self`` uses the target as its own draft (the 100 % check)."""
-        if kind == "prompt_lookup":
-            return PromptLookupDrafter(self.target.device)
+    def make_drafter(self, kind: str, policy: SamplingPolicy, **options: Any) -> Drafter:
+        """A fresh drafter of one of ``DRAFTERS``; ``options`` are those of a
+        :class:`~specdec_core.drafters.ModelDrafter`. ``self`` uses the target as its own draft (the 100 % check)."""
+        if kind not in DRAFTERS:
+            raise SpecDecError(f"drafter='{kind}' is unknown: choose one of {', '.join(DRAFTERS)}.")
+        if kind in ("prompt_lookup", "suffix"):
+            if options.get("candidates", 1) > 1:
+                raise SpecDecError(f"drafter='{kind}' has one candidate a position: give candidates=1, or a model.")
+            return (PromptLookupDrafter if kind == "prompt_lookup" else SuffixDrafter)(self.target.device)
         if kind == "self":
-            return ModelDrafter(self.target, policy, self.vocab, confidence, candidates, processing, capacity)
-        if kind == "model":
-            if self.draft is None:
-                raise SpecDecError(
-                    f"Pair '{self.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
-                )
-            return ModelDrafter(self.draft, policy, self.vocab, confidence, candidates, processing, capacity)
-        raise SpecDecError(f"drafter='{kind}' is unknown: choose one of {', '.join(DRAFTERS)}.")
+            return ModelDrafter(self.target, policy, self.vocab, **options)
+        if kind == "early_exit":
+            depth = self.target.config.get_text_config(decoder=True).num_hidden_layers
+            return EarlyExitDrafter(self.target, self.exit_layers or depth // 2, policy, self.vocab, **options)
+        if self.draft is None:
+            raise SpecDecError(
+                f"Pair '{self.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
+            )
+        if self.draft_tokenizer is not None:
+            of_model: Drafter = TranslatedDrafter(
+                self.draft, policy, self.vocab, self.draft_tokenizer, self.tokenizer, **options
+            )
+        else:
+            of_model = ModelDrafter(self.draft, policy, self.vocab, **options)
+        return of_model if kind == "model" else CompositeDrafter(PromptLookupDrafter(self.target.device), of_model)
 
 
 @dataclass
@@ -124,7 +142,9 @@ def generate_batch(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Opti
         temperature: 0 (default) is greedy. top_k, top_p, min_p: see :class:`~specdec_core.sampling.SamplingPolicy`.
         seed: an int (default 0) seeds row i by (seed, i); a list seeds each row on its own, so that a row is the same
             in any batch. None takes fresh entropy.
-        drafter: one of ``DRAFTERS`` or an object with the Drafter protocol; None takes the pair's.
+        drafter: one of ``DRAFTERS``, or a :class:`~specdec_core.drafters.Drafter`; None takes the pair's. ``composite``
+            looks up first and asks the model where the text does not repeat itself. A name gives a fresh drafter: pass
+            a ``SuffixDrafter`` of your own to have it remember the outputs of earlier calls.
         speculate: False runs ordinary decoding, the baseline, on the same cache and stops.
         stop: the text ends before these strings. eos: token ids that end it; None takes the model's own.
         chat: wrap a text prompt in the tokenizer's chat template; None does so where there is one.
@@ -270,7 +290,9 @@ def prepare(
     chosen = drafter if drafter is not None else pair.drafter
     if isinstance(chosen, str):
         slots = capacity(requests, gamma) if fixed_shapes and requests else None
-        chosen = pair.make_drafter(chosen, policy, confidence, candidates, processing, slots)
+        chosen = pair.make_drafter(
+            chosen, policy, confidence=confidence, candidates=candidates, processing=processing, capacity=slots
+        )
     elif isinstance(chosen, type) or not isinstance(chosen, Drafter):
         raise SpecDecError(
             f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object of a class derived "

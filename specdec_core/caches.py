@@ -134,9 +134,19 @@ class ModelCache:
         self.trims = "logits_to_keep" in inspect.signature(model.forward).parameters
         self.states = _States([x for x in self.layers if isinstance(x, LinearAttentionLayer)])
         self.graphs: dict[int, _Captured] = {}
-        if capacity is not None and self.states.layers:
+        if capacity is not None and self.plan.recurrent:
+            raise SpecDecError(f"Model type '{self.plan.kind}' keeps a recurrent state: fixed_shapes is for attention.")
+
+    def allow(self, batch: int, candidates: int) -> None:
+        """Refuse, before the first token, more rows or candidates than the model can take exactly."""
+        if not self.plan.masks and (batch > 1 or candidates > 1 or self.rows.fixed):
             raise SpecDecError(
-                f"Model type '{self.plan.kind}' keeps a recurrent state: fixed shapes are for attention."
+                f"attention '{self.model.config._attn_implementation}' takes no mask of ours, which batches, several "
+                "candidates and fixed shapes need: decode one prompt at a time, or load the model with sdpa or eager."
+            )
+        if candidates > 1 and self.plan.recurrent:
+            raise SpecDecError(
+                f"Model type '{self.plan.kind}' keeps a recurrent state, which cannot branch: use candidates=1."
             )
 
     @property
@@ -223,11 +233,6 @@ class ModelCache:
         start = self.rows.lengths
         self.rows.end = self.rows.fixed or max(start) + tokens.shape[1]
         ragged = len(set(start)) > 1
-        if (ragged or tree or self.rows.fixed) and not self.plan.masks:
-            raise SpecDecError(
-                f"attention '{self.model.config._attn_implementation}' takes no mask of ours, which batches, several "
-                "candidates and fixed shapes need: decode one prompt at a time, or load the model with sdpa or eager."
-            )
         at = torch.tensor(start, device=tokens.device)
         if self.rows.fixed and keep is None and tree is None:
             captured = self.graphs.setdefault(tokens.shape[1], _Captured(self._forward))
@@ -240,6 +245,8 @@ class ModelCache:
         """The model's logits for ``tokens [B, n]`` behind ``start [B]``. Reads nothing from the device."""
         columns = torch.arange(tokens.shape[1], device=tokens.device)
         slots = start.unsqueeze(1) + columns
+        if self.rows.fixed:  # padding beside a row that catches up; the last slot is spare
+            slots = slots.clamp(max=self.rows.fixed - 1)
         positions = slots if tree is None else start.unsqueeze(1) + tree.depth
         self.rows.slots = slots if rowwise else None
         inputs: dict[str, Any] = {"input_ids": tokens, "cache": self.cache, "use_cache": True}
@@ -587,9 +594,10 @@ def _rewind_error(model: PreTrainedModel) -> float:
     cut = length // 2
     ids = (torch.arange(length, device=model.device) * 7919 + 11) % vocab
     plain = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
-    scale, worst = plain.abs().max().clamp(min=1e-6), 0.0
-    if not torch.isfinite(scale):
+    real = torch.isfinite(plain)  # a head that is cut says -inf of the rest
+    if torch.isnan(plain).any() or not real.any():
         return 0.0  # broken weights are no fault of the cache: the loop names the position where they show
+    scale, worst = plain[real].abs().max().clamp(min=1e-6), 0.0
     for batch in (1, 2) if plan_of(model).masks else (1,):
         cache = ModelCache(model, batch)
         wrong = ids.flip(0).expand(batch, -1)
@@ -605,5 +613,7 @@ def _rewind_error(model: PreTrainedModel) -> float:
         got = cache.extend(rest).float()
         for row, s in enumerate(starts):
             want = plain[s + 1 : s + 1 + cut]
-            worst = max(worst, float((got[row, : len(want)] - want).abs().max() / scale))
+            here, known = got[row, : len(want)], real[s + 1 : s + 1 + cut]
+            worst = max(worst, float((here - want)[known].abs().max() / scale) if known.any() else 0.0)
+            worst = worst if torch.equal(torch.isfinite(here), known) else math.inf
     return worst if math.isfinite(worst) else math.inf

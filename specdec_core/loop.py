@@ -86,7 +86,7 @@ class Decoding:
     """The state that the stages share: the running rows, those that wait, and the target's cache, which holds all
     committed tokens of each row but the last (the pending one, which the next pass feeds first)."""
 
-    def __init__(self, target: PreTrainedModel, requests: list[Request], settings: Settings):
+    def __init__(self, target: PreTrainedModel, requests: list[Request], settings: Settings, candidates: int = 1):
         self.target, self.settings, self.clock = target, settings, Clock(target.device)
         self.vocab = int(target.config.get_text_config(decoder=True).vocab_size)
         self.rows: list[Request] = []
@@ -95,7 +95,10 @@ class Decoding:
         self.control = settings.control or Fixed(settings.gamma)
         self.capacity = capacity(requests, settings.gamma) if settings.fixed_shapes else None
         self.cache = ModelCache(target, 0, self.capacity)  # refuses a model that would not be exact, before any token
+        self.cache.allow(min(len(requests), settings.max_batch or len(requests)), candidates)
         settings.processing.check(self.vocab, target.device)
+        if candidates > 1 and not settings.verification.branches:
+            raise SpecDecError(f"rule '{settings.verification.name}' judges one candidate a position: use rule token.")
         self.coins = torch.zeros(0)
 
     @property
@@ -123,7 +126,7 @@ def speculative_decoding(
     target: PreTrainedModel, requests: list[Request], drafter: Drafter, settings: Settings
 ) -> Iterator[list[StepRecord]]:
     """Decode with a draft. Yields the records of each target pass as its tokens are committed."""
-    state = Decoding(target, requests, settings)
+    state = Decoding(target, requests, settings, drafter.candidates)
     guard = Guard(drafter, target.device, state.vocab, settings.draft_timeout)
     while admit(state, guard):
         if state.newcomers:

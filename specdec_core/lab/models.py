@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+DrafterName = Literal["prompt_lookup", "suffix", "model", "composite", "early_exit", "self"]
 
 
 class _Strict(BaseModel):
@@ -68,12 +70,20 @@ class Needs(_Strict):
 
 
 class PairSpec(_Strict):
-    """A pair file of ``params/models``. ``draft: self`` makes the target its own draft (the 100 % check)."""
+    """A pair file of ``params/models``. ``draft: self`` makes the target its own draft (the 100 % check).
+
+    A draft with another tokenizer is translated, token by token. ``draft_head`` names a JSON file with the token ids
+    whose rows of the draft's output head are computed; ``exit_layers`` says where drafter ``early_exit`` leaves the
+    target; ``compile`` runs both models through torch.compile (of use with fixed shapes).
+    """
 
     name: str
     target: ModelRef
     draft: ModelRef | Literal["self"] | None = None
-    drafter: Literal["prompt_lookup", "model", "self"] = "prompt_lookup"
+    drafter: DrafterName = "prompt_lookup"
+    draft_head: str | None = None
+    exit_layers: int | None = Field(default=None, ge=1)
+    compile: bool = False
     dtype: Dtype = "auto"
     device: Device = "auto"
     attn_implementation: Attention = "sdpa"
@@ -87,8 +97,10 @@ class PairSpec(_Strict):
 
     @model_validator(mode="after")
     def _drafter_has_a_draft(self) -> PairSpec:
-        if self.drafter == "model" and self.draft is None:
-            raise ValueError("drafter 'model' needs a draft: give one, or draft: self")
+        if self.drafter in ("model", "composite") and self.draft is None:
+            raise ValueError(f"drafter '{self.drafter}' needs a draft: give one, or draft: self")
+        if self.draft_head and not isinstance(self.draft, ModelRef):
+            raise ValueError("draft_head needs a draft that is a model of its own")
         return self
 
 
@@ -380,33 +392,73 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
     }
     target = load_model(spec.target.ref, revision=spec.target.revision, **options)
     tokenizer = load_tokenizer(spec.target.ref, spec.target.revision)
-    draft, draft_ref = _load_draft(spec, target, tokenizer, options)
+    draft, draft_ref, draft_tokenizer = _load_draft(spec, target, tokenizer, options)
+    if spec.compile:
+        for model in {id(m): m for m in (target, draft) if m is not None}.values():
+            model.compile()
     lineage = {
         "pair": spec.name,
         **_identity("target", spec.target, target),
         **(_identity("draft", draft_ref, draft) if draft_ref and draft is not None else {}),
         "draft_is_target": draft is target,
         "drafter": spec.drafter,
+        "draft_head_sha256": file_sha256(_head_file(spec.draft_head)) if spec.draft_head else None,
+        "draft_translated": draft_tokenizer is not None,
+        "exit_layers": spec.exit_layers,
+        "compile": spec.compile,
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(device),
         "attn_implementation": spec.attn_implementation,
         "threads": torch.get_num_threads(),
     }
-    return Pair(name=spec.name, target=target, tokenizer=tokenizer, draft=draft, drafter=spec.drafter, lineage=lineage)
+    return Pair(
+        name=spec.name,
+        target=target,
+        tokenizer=tokenizer,
+        draft=draft,
+        drafter=spec.drafter,
+        draft_tokenizer=draft_tokenizer,
+        exit_layers=spec.exit_layers,
+        lineage=lineage,
+    )
 
 
 def _load_draft(
     spec: PairSpec, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, str]
-) -> tuple[PreTrainedModel | None, ModelRef | None]:
+) -> tuple[PreTrainedModel | None, ModelRef | None, PreTrainedTokenizerBase | None]:
+    """The draft, where it came from, and its tokenizer where that is another than the target's."""
     if spec.draft == "self" or spec.drafter == "self":
-        return target, spec.target  # the same object: weights once in memory, each role keeps its own cache
+        return target, spec.target, None  # the same object: weights once in memory, each role keeps its own cache
     if spec.draft is None:
-        return None, None
+        return None, None, None
     theirs = load_tokenizer(spec.draft.ref, spec.draft.revision)
     draft = load_model(spec.draft.ref, revision=spec.draft.revision, **options)
-    sizes = [int(model.config.get_text_config(decoder=True).vocab_size) for model in (target, draft)]
-    check_same_tokenizer(tokenizer, theirs, (sizes[0], sizes[1]))
-    return draft, spec.draft
+    translated = tokenizer.get_vocab() != theirs.get_vocab()
+    if not translated:
+        sizes = [int(model.config.get_text_config(decoder=True).vocab_size) for model in (target, draft)]
+        check_same_tokenizer(tokenizer, theirs, (sizes[0], sizes[1]))
+    if spec.draft_head:
+        from ..drafters import reduced_head
+
+        draft = reduced_head(draft, _read_head(_head_file(spec.draft_head)))
+    return draft, spec.draft, theirs if translated else None
+
+
+def _head_file(name: str) -> Path:
+    for path in (Path(name).expanduser(), *(root / name for root in _roots())):
+        if path.is_file():
+            return path
+    raise SpecDecError(f"There is no draft_head file {name!r}: give a JSON file that holds a list of token ids.")
+
+
+def _read_head(path: Path) -> list[int]:
+    try:
+        ids = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise SpecDecError(f"{path.name} cannot be read as JSON ({error}): give a list of token ids.") from None
+    if not isinstance(ids, list) or not all(type(i) is int for i in ids):
+        raise SpecDecError(f"{path.name} holds no list of token ids: give one, such as [0, 1, 2].")
+    return ids
 
 
 def _identity(role: str, ref: ModelRef, model: PreTrainedModel) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ..errors import SpecDecError
 from .store import project_root
 
-Drafter = Literal["prompt_lookup", "model", "self"]
+Drafter = Literal["prompt_lookup", "suffix", "model", "composite", "early_exit", "self"]
 Gamma = Annotated[int, Field(ge=1, le=64)]
 PROMPT = (
     "Rewrite this note in the past tense: The harbour master keeps a diary of every ship that comes in. "

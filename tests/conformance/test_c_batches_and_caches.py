@@ -17,8 +17,8 @@ from transformers import (
 )
 
 from specdec_core import SamplingPolicy, SpecDecError
-from specdec_core.caches import ModelCache, context_limit
-from specdec_core.drafters import ModelDrafter, PromptLookupDrafter
+from specdec_core.caches import ModelCache, _rewind_error, context_limit
+from specdec_core.drafters import CompositeDrafter, ModelDrafter, PromptLookupDrafter, reduced_head
 from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
 from specdec_core.sampling import RequestRandom
 from specdec_core.stops import Stops
@@ -331,3 +331,26 @@ def test_c8_block_of_one_whose_candidate_is_rejected(seed):
     last = [r for r in request.records if r.kind == "speculative"]
     assert all(len(r.emitted) == r.accepted + 1 for r in last if not r.stop)
     assert any(r.rejected for r in last)
+
+
+def test_with_fixed_shapes_a_row_that_catches_up_beside_one_near_its_end_does_not_overrun_the_capacity():
+    """A composite's model skips the rows that the lookup serves, and reads what it missed when it runs again."""
+    target, policy = tiny_llama(), GREEDY
+    prompts = [[7, 8] * 12, LONG, SHORT]
+    base = [decode(target, [p], tokens=40)[0].output for p in prompts]
+    for seed in range(4):
+        draft = noisy_copy(target, 0.05, seed)
+        drafter = CompositeDrafter(PromptLookupDrafter(), ModelDrafter(draft, policy, 64, capacity=70))
+        rows = decode(target, prompts, drafter, 40, Settings(gamma=4, fixed_shapes=True))
+        assert [r.output for r in rows] == base
+        assert all(r.control != "degraded" for row in rows for r in row.records)
+
+
+def test_a_head_that_is_cut_passes_the_self_check_on_what_is_left_of_it():
+    draft = reduced_head(tiny_llama(), range(32))
+    assert _rewind_error(draft) < 1e-4
+    broken = reduced_head(
+        of(RecurrentGemmaConfig(lru_width=32, attention_window_size=8, head_dim=16, **HEADS, **SMALL)), range(32)
+    )
+    with pytest.raises(SpecDecError, match="recurrent_gemma"):
+        ModelCache(broken, 1)

@@ -26,7 +26,7 @@ from kit import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec_core import SpecDecError
+from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.lab import convert
 from specdec_core.lab import models as lab_models
 from specdec_core.lab.models import fetch_default, load_model, load_pair, load_tokenizer, read_pair
@@ -501,13 +501,30 @@ def test_self_draft_is_the_target(pair_file: Callable[..., Path]) -> None:
         assert pair.lineage["draft_is_target"] is True
 
 
-def test_another_tokenizer_is_refused(pair_file: Callable[..., Path], tmp_path: Path) -> None:
+def test_a_draft_with_another_tokenizer_is_translated_and_told_so(
+    pair_file: Callable[..., Path], tmp_path: Path
+) -> None:
     draft = tiny_folder(tmp_path / "draft", words=[*WORDS[:9], "ba", "Ġb", "Ġab"])
-    with pytest.raises(SpecDecError, match="4 of 14 entries differ") as error:
-        load_pair(pair_file(draft=str(draft)))
-    assert str(draft) in one_line(error)
-    assert str(tmp_path / "target") in one_line(error)
-    assert "prompt_lookup" in one_line(error)
+    pair = load_pair(pair_file(draft=str(draft), drafter="model"))
+    assert pair.lineage["draft_translated"] is True
+    assert pair.make_drafter("model", SamplingPolicy()).name == "translated"
+    same = load_pair(pair_file(draft=str(tiny_folder(tmp_path / "same")), drafter="model"))
+    assert same.lineage["draft_translated"] is False
+    assert same.make_drafter("model", SamplingPolicy()).name == "model"
+
+
+def test_a_draft_head_is_cut_to_the_ids_of_its_file(pair_file: Callable[..., Path], tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[1, 3, 5]")
+    draft = str(tiny_folder(tmp_path / "draft"))
+    pair = load_pair(pair_file(draft=draft, drafter="model", draft_head=str(tmp_path / "ids.json")))
+    logits = pair.draft(torch.tensor([[1, 2]])).logits[0, -1]  # type: ignore[misc]
+    assert torch.isfinite(logits).nonzero().flatten().tolist() == [1, 3, 5]
+    assert len(pair.lineage["draft_head_sha256"]) == 64
+    (tmp_path / "ids.json").write_text('{"a": 1}')
+    with pytest.raises(SpecDecError, match=r"ids\.json"):
+        load_pair(pair_file(draft=draft, draft_head=str(tmp_path / "ids.json")))
+    with pytest.raises(SpecDecError, match="draft_head"):
+        load_pair(pair_file(draft_head="nowhere.json"))
 
 
 def test_a_model_with_too_few_logits_is_refused(tmp_path: Path) -> None:
@@ -539,7 +556,7 @@ def test_a_pair_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"dtyp": "float32"}, "unknown key 'dtyp'; allowed are name, target, draft, drafter, dtype"),
+        ({"dtyp": "float32"}, "unknown key 'dtyp'; allowed are name, target, draft, drafter, draft_head, exit_layers"),
         ({"target": {"reff": "x"}}, "unknown key 'target.reff'; allowed are ref, revision, gated, licence"),
         ({"draft": {"ref": "x", "rev": "y"}}, "unknown key 'draft.rev'"),
         ({"draft": 3}, "draft must be a name, a folder, a hub id or a mapping with ref, not 3"),
@@ -548,6 +565,8 @@ def test_a_pair_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
         ({"threads": 0}, "threads: input should be greater than or equal to 1, not 0"),
         ({"needs": {"gpu": True}}, "needs.memory_gb: field required"),
         ({"drafter": "model"}, "drafter 'model' needs a draft"),
+        ({"drafter": "composite"}, "drafter 'composite' needs a draft"),
+        ({"exit_layers": 0}, "exit_layers: input should be greater than or equal to 1, not 0"),
         ({"device": "gpu"}, "device: input should be 'auto', 'cpu' or 'cuda', not 'gpu'"),
     ],
 )

@@ -84,7 +84,7 @@ def test_misspelt_key_names_itself_the_nearest_and_the_allowed_ones(root: Path) 
         ("temperature: 1e-3\n", ["write 0.001"]),
         ("prompt: 123\n", ["prompt = 123", "text", "quotes"]),
         ("prompt: ''\n", ["prompt = ''", "not empty"]),
-        ("drafter: eagle\n", ["'eagle'", "prompt_lookup, model, self"]),
+        ("drafter: eagle\n", ["'eagle'", "prompt_lookup, suffix, model, composite, early_exit, self"]),
         ("top_p: .nan\n", ["top_p = nan"]),
         ("- gamma\n", ["key: value"]),
         ("gamma: [1\n", ["not YAML", "line"]),
