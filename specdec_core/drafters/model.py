@@ -72,8 +72,8 @@ class ModelDrafter(Drafter):
             full = f"the draft's context of {self.cache.limit} tokens is full"
             return Proposal.nothing(len(room), device, f"{full}, or the text holds a token it does not know")
         self._prefill(sequences, room)
-        self.cache.rewind([min(h, len(t) - 1) for h, t in zip(self.cache.lengths, sequences, strict=True)])
-        held = self.cache.lengths
+        held = [min(h, len(t) - 1) if r else h for h, t, r in zip(self.cache.lengths, sequences, room, strict=True)]
+        self.cache.rewind(held)  # the last token is fed again where nothing is new: its logits are wanted
         new = [list(s[h:]) if r else [] for s, h, r in zip(sequences, held, room, strict=True)]
         logits = self._feed(self.cache, new)
         base = self.cache.lengths
