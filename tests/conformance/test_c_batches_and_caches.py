@@ -9,6 +9,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     GPTNeoConfig,
+    LlamaForCausalLM,
     Mamba2Config,
     MambaConfig,
     MistralConfig,
