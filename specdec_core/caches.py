@@ -205,6 +205,7 @@ class ModelCache:
                 layer.keys, layer.values = (cast(Tensor, x).index_select(0, index) for x in (layer.keys, layer.values))
         self.states.keep(index)
         self.rows.lengths = [self.rows.lengths[b] for b in rows]
+        self.graphs.clear()  # made for another batch
 
     def append(self, other: ModelCache) -> None:
         """The rows of ``other``, a cache of the same model, behind these; ``other`` is used up."""
@@ -216,6 +217,7 @@ class ModelCache:
                 mine.is_initialized = True
         self.states.append(other.states, *sizes)
         self.rows.lengths += other.rows.lengths
+        self.graphs.clear()
 
     # --- one pass of the model ----------------------------------------------------------------------------
 

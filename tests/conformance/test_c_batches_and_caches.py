@@ -276,10 +276,11 @@ def test_fixed_shapes_give_the_same_tokens(policy):
     target, other = tiny_llama(), noisy_copy(tiny_llama())
     prompts = [SHORT, LONG, [1, 2], [5] * 20]
     plain = decode(target, prompts, ModelDrafter(other, policy, 64), 24, Settings(gamma=3, policy=policy))
-    for most in (None, 2):
+    for most in (None, 2, 3):  # 3: the last row runs alone, in another shape
         settings = Settings(gamma=3, policy=policy, fixed_shapes=True, max_batch=most)
         fixed = decode(target, prompts, ModelDrafter(other, policy, 64, capacity=64), 24, settings)
         assert [r.output for r in fixed] == [r.output for r in plain]
+        assert all(r.control != "degraded" for row in fixed for r in row.records)
 
 
 @pytest.mark.parametrize("candidates", [2, 3])
