@@ -141,7 +141,7 @@ class Acceptance:
     """
 
     memory: float = 48.0
-    surprise: float = 0.001
+    surprise: float = 1e-4
     kept: list[float] = field(default_factory=list)
     judged: list[float] = field(default_factory=list)
     streak: int = 0
@@ -198,8 +198,16 @@ class Adaptive(BlockLength):
     most: int = 8
     start: int = 4
     costs: Costs = field(default_factory=Costs)
-    acceptance: Acceptance = field(default_factory=Acceptance)
+    after_whole: Acceptance = field(default_factory=Acceptance)
+    otherwise: Acceptance = field(default_factory=Acceptance)
+    whole: bool = False  # most rows kept their last block whole
     name = "adaptive"
+
+    @property
+    def acceptance(self) -> Acceptance:
+        """The estimate that speaks of the next block. Agreement comes in bursts: after a block kept whole the next
+        token is accepted far more often than after another, so each case has an estimate of its own."""
+        return self.after_whole if self.whole else self.otherwise
 
     def plan(self, batch: int) -> Plan:
         if self.costs.get("target", batch, 1) is None:
@@ -210,8 +218,16 @@ class Adaptive(BlockLength):
         self.costs.add("target", seen.batch, seen.columns, sum(seen.seconds.values()) - seen.seconds["draft"])
         if seen.drafted:
             self.costs.add("draft", seen.batch, seen.drafted, seen.seconds["draft"])
-        for verified, accepted, _, stopped in seen.rows:
-            self.acceptance.add(verified, accepted, stopped)
+        estimate, judged = self.acceptance, [row for row in seen.rows if row[0]]
+        for verified, accepted, _, stopped in judged:
+            estimate.add(verified, accepted, stopped)
+        if judged:
+            self.whole = 2 * sum(accepted >= verified for verified, accepted, *_ in judged) > len(judged)
+
+    def forget(self) -> None:
+        self.after_whole.forget()
+        self.otherwise.forget()
+        self.whole = False
 
     def best(self, batch: int, deviations: float = 0.0) -> tuple[int, float]:
         """The best block length and its predicted speed over ordinary decoding; ``start`` while no draft was timed."""
@@ -234,29 +250,32 @@ class Fallback(BlockLength):
 
     Off when even ``deviations`` standard deviations above the estimate the best block is predicted slower than ordinary
     decoding. Then ordinary passes, with no draft, until a probe of ``probe`` blocks is due; it starts from no opinion,
-    and turns speculation on again if half as many deviations below the estimate it is predicted faster. The gap between
-    the two bounds is the hysteresis. Ordinary passes before a probe: so many that the last probe's loss is at most
-    ``overhead`` of them, at least ``rest``, doubled with every probe in vain.
+    and turns speculation on again if a quarter as many deviations below the estimate it is predicted faster. The gap
+    between the two bounds is the hysteresis. Ordinary passes before a probe: so many that the last probe's loss is at
+    most ``overhead`` of them, at least ``rest``, doubled with every probe in vain.
     """
 
     inner: Adaptive = field(default_factory=Adaptive)
-    deviations: float = 1.0
+    deviations: float = 1.5
     probe: int = 3
-    rest: int = 24
+    rest: int = 8
     overhead: float = 0.02
     name = "fallback"
 
     def __post_init__(self) -> None:
         self.mode = "speculate"
         self.since = 0  # passes in this mode
+        self.rows = 0
         self.wait = self.rest
         self.failed = 0
         self.loss = 0.0
         self.reason = ""
 
     def plan(self, batch: int) -> Plan:
+        if batch != self.rows:  # another load, another break-even: what was learned in vain is no reason to wait
+            self.rows, self.wait, self.failed = batch, min(self.wait, self.rest), 0
         if self.mode == "off" and self.since >= self.wait:
-            self.inner.acceptance.forget()
+            self.inner.forget()
             self.loss = 0.0
             self._turn("probe", f"{self.since} ordinary passes since: a probe of {self.probe} blocks")
         reason, self.reason = self.reason, ""
@@ -281,7 +300,7 @@ class Fallback(BlockLength):
     def _judge(self, batch: int) -> None:
         gamma, hoped = self.inner.best(batch, self.deviations)
         decided = self.mode == "probe" and self.since >= self.probe
-        if decided and self.inner.best(batch, -self.deviations / 2)[1] > 1:
+        if decided and self.inner.best(batch, -self.deviations / 4)[1] > 1:
             self.failed = 0
             self._turn("speculate", self._because(batch, gamma))
         elif decided or hoped < 1:

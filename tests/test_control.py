@@ -165,20 +165,23 @@ def test_where_speculation_pays_the_fallback_takes_nearly_all_of_it(alpha):
     assert min(got) > 0.9 * factor
 
 
-DETECTION = 12  # target passes within which a fall of acceptance from .9 to 0 must be noticed
+# Target passes, each of one token then, within which a fall of acceptance from .9 to 0 must be noticed: a draft that
+# costs next to nothing pays at an acceptance of .1 already, and to tell 0 from that takes longer (and costs less).
+DETECTION = {0.05: 20, 0.2: 9}
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("c", [0.05, 0.2])
+@pytest.mark.parametrize("c", DETECTION)
 def test_g4_acceptance_falls_to_nothing_in_the_middle_and_the_whole_request_is_no_slower_than_promised(seed, c):
     world = World(c=c, slope=0.05, alpha=lambda at: 0.9 if at < 200 else 0.0, seed=seed)
     control = Fallback()
     seconds = world.run(control, 400)
-    after = [plan for at, plan, _ in world.log if at >= 200]
-    off = next(i for i, plan in enumerate(after) if plan.control == "off")
-    assert off <= DETECTION, "a pass gives one token there, so that many tokens"
-    worst_pass = 1 + 8 * (c + 0.05)  # the longest block it may try
-    assert seconds <= 400 / 0.95 + DETECTION * (worst_pass - 1)
+    after = [(at, plan) for at, plan, _ in world.log if at >= 200]
+    off = next(i for i, (_, plan) in enumerate(after) if plan.control == "off")
+    assert off <= DETECTION[c]
+    cost = sum(plan.gamma * (c + 0.05) for _, plan in after[:off])  # of detection: what those passes took in vain
+    assert cost < 9
+    assert seconds <= 400 / 0.95 + cost
     assert seconds < 400, "here the good half pays for it"
 
 
@@ -198,8 +201,8 @@ def test_probes_in_vain_grow_rarer():
     world.run(Fallback(), 4000)
     starts = [at for at, plan, _ in world.log if plan.control == "probe" and plan.reason]
     gaps = [b - a for a, b in pairwise(starts)]
-    assert gaps == sorted(gaps)
-    assert gaps[-1] > 4 * gaps[0]
+    assert max(gaps[:3]) < min(gaps[-3:])
+    assert gaps[-1] > 2 * gaps[0]
 
 
 def test_g1_each_batch_size_is_judged_by_its_own_costs():

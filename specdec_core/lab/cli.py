@@ -12,6 +12,8 @@ from rich.table import Table
 
 from specdec_core.errors import SpecDecError
 
+from .policies import command as policies
+
 if TYPE_CHECKING:
     from .run import RunResult
 
@@ -147,6 +149,17 @@ def doctor() -> None:
         err.print(str(error), markup=False)
         ill = True
     raise typer.Exit(int(ill))
+
+
+@app.command()
+def mutants() -> None:
+    """Plant known faults in the loop, one at a time, and show which check catches each."""
+    from .mutants import command
+
+    command()
+
+
+app.command("policies")(policies)
 
 
 @model_app.command("fetch")

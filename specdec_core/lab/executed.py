@@ -24,7 +24,7 @@ def attach_executed(run: Run, executed: Path) -> None:
         run.set_tags({"executed_copy": f"unreadable: {one_line(str(error))}"})
         return
     run.log_file(executed, "notebook")
-    page, _ = HTMLExporter(embed_images=True).from_notebook_node(book)
+    page, _ = HTMLExporter().from_notebook_node(book)  # embed_images=True would break inline HTML such as <sup>
     with tempfile.TemporaryDirectory() as folder:
         html = Path(folder) / f"{executed.stem}.html"
         html.write_text(page, encoding="utf-8")
