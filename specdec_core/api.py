@@ -235,70 +235,88 @@ class Stream:
         return self._prepared.outputs()[0]
 
 
-def prepare(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    *,
-    max_new_tokens: int = 128,
-    gamma: int = 4,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    min_p: float = 0.0,
-    seed: int | Sequence[int | None] | None = 0,
-    drafter: str | Drafter | None = None,
-    speculate: bool = True,
-    stop: str | Sequence[str] = (),
-    eos: Sequence[int] | None = None,
-    chat: bool | None = None,
-    confidence: float = 0.0,
-    draft_timeout: float | None = None,
-    diagnostics: bool = True,
-    rule: str | None = None,
-    candidates: int = 1,
-    control: str | BlockLength = "fixed",
-    processing: Processing | None = None,
-    max_batch: int | None = None,
-    fixed_shapes: bool = False,
-) -> Prepared:
+@dataclass(frozen=True)
+class _Asked:
+    """The options of :func:`generate_batch` with their defaults."""
+
+    max_new_tokens: int = 128
+    gamma: int = 4
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | Sequence[int | None] | None = 0
+    drafter: str | Drafter | None = None
+    speculate: bool = True
+    stop: str | Sequence[str] = ()
+    eos: Sequence[int] | None = None
+    chat: bool | None = None
+    confidence: float = 0.0
+    draft_timeout: float | None = None
+    diagnostics: bool = True
+    rule: str | None = None
+    candidates: int = 1
+    control: str | BlockLength = "fixed"
+    processing: Processing | None = None
+    max_batch: int | None = None
+    fixed_shapes: bool = False
+
+    def __post_init__(self) -> None:
+        whole("max_new_tokens", self.max_new_tokens, 0, 2**31)
+        whole("gamma", self.gamma, 1, 1024)
+        whole("candidates", self.candidates, 1, 64)
+        number("confidence", self.confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
+        if self.draft_timeout is not None:
+            number("draft_timeout", self.draft_timeout, lambda s: s > 0, "seconds above 0, or None")
+        if self.max_batch is not None:
+            whole("max_batch", self.max_batch, 1, 2**31)
+
+
+def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -> Prepared:
     """Check every option of :func:`generate_batch` and set the decoding up."""
-    policy = SamplingPolicy(temperature, top_k, top_p, min_p)
-    number("confidence", confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
-    if draft_timeout is not None:
-        number("draft_timeout", draft_timeout, lambda s: s > 0, "seconds above 0, or None")
-    if max_batch is not None:
-        whole("max_batch", max_batch, 1, 2**31)
-    stops = make_stops(pair, stop, eos)
-    whole("max_new_tokens", max_new_tokens, 0, 2**31)
+    asked = _Asked(**options)
+    policy = SamplingPolicy(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
+    stops = make_stops(pair, asked.stop, asked.eos)
+    processing = asked.processing
     if processing is None:
-        processing = from_generation_config(pair.target.generation_config, sorted(stops.eos), max_new_tokens)
+        config = pair.target.generation_config
+        processing = from_generation_config(config, sorted(stops.eos), asked.max_new_tokens)
     settings = Settings(
-        gamma=whole("gamma", gamma, 1, 1024),
+        gamma=asked.gamma,
         policy=policy,
         stops=stops,
-        rule=_rule(rule, policy, whole("candidates", candidates, 1, 64)),
-        draft_timeout=draft_timeout,
-        diagnostics=diagnostics,
+        rule=_rule(asked.rule, policy, asked.candidates),
+        draft_timeout=asked.draft_timeout,
+        diagnostics=asked.diagnostics,
         processing=processing,
-        control=_control(control, gamma),
-        max_batch=max_batch,
-        fixed_shapes=fixed_shapes,
+        control=_control(asked.control, asked.gamma),
+        max_batch=asked.max_batch,
+        fixed_shapes=asked.fixed_shapes,
     )
-    requests = make_requests(pair, prompts, max_new_tokens, seed, chat)
-    if not speculate:
+    requests = make_requests(pair, prompts, asked.max_new_tokens, asked.seed, asked.chat)
+    if not asked.speculate:
         return Prepared(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
-    chosen = drafter if drafter is not None else pair.drafter
+    drafter = _drafter(pair, asked, requests, settings)
+    return Prepared(pair, requests, speculative_decoding(pair.target, requests, drafter, settings), stops)
+
+
+def _drafter(pair: Pair, asked: _Asked, requests: list[Request], settings: Settings) -> Drafter:
+    chosen = asked.drafter if asked.drafter is not None else pair.drafter
     if isinstance(chosen, str):
-        slots = capacity(requests, gamma) if fixed_shapes and requests else None
-        chosen = pair.make_drafter(
-            chosen, policy, confidence=confidence, candidates=candidates, processing=processing, capacity=slots
+        return pair.make_drafter(
+            chosen,
+            settings.policy,
+            confidence=asked.confidence,
+            candidates=asked.candidates,
+            processing=settings.processing,
+            capacity=capacity(requests, asked.gamma) if asked.fixed_shapes and requests else None,
         )
-    elif isinstance(chosen, type) or not isinstance(chosen, Drafter):
+    if not isinstance(chosen, Drafter):
         raise SpecDecError(
             f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object of a class derived "
             "from specdec_core.Drafter."
         )
-    return Prepared(pair, requests, speculative_decoding(pair.target, requests, chosen, settings), stops)
+    return chosen
 
 
 def _rule(name: str | None, policy: SamplingPolicy, candidates: int) -> Rule | None:

@@ -12,113 +12,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .caches import ModelCache, Tree
-from .control import BlockLength, Fixed, Observation
+from .caches import ModelCache
+from .commit import commit, join_branches, observed, read, record
 from .drafters.base import Drafter, Proposal
-from .errors import SpecDecError
 from .guard import EMPTY_BLOCK, Guard
-from .processors import Processing
-from .record import Clock, LastToken, StepRecord
-from .sampling import RequestRandom, SamplingPolicy, distribution, draw, invalid_rows
-from .stops import Stops
-from .verify import GREEDY, TOKEN, Rule, accept, first_invalid, next_law, try_branches
+from .record import StepRecord
+from .sampling import distribution, draw
+from .state import Block, Decoding, Kept, Request, Scores, Settings, branch_column, capacity, comb, one_hot
+from .verify import accept, first_invalid, next_law, try_branches
 
-
-@dataclass
-class Request:
-    """One row: what was asked, what is committed, what happened."""
-
-    id: int
-    prompt: list[int]
-    max_new_tokens: int
-    random: RequestRandom
-    output: list[int] = field(default_factory=list)
-    stop: str | None = None
-    records: list[StepRecord] = field(default_factory=list)
-
-    @property
-    def committed(self) -> list[int]:
-        return self.prompt + self.output
-
-    @property
-    def length(self) -> int:
-        """Committed tokens."""
-        return len(self.prompt) + len(self.output)
-
-    def cancel(self) -> None:
-        """End it between two passes; its neighbours are not touched (condition C9)."""
-        self.stop = self.stop or "cancelled"
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How to decode: block length, sampling, rule, ends. ``rule=None`` takes the exact one for the policy.
-
-    ``control`` chooses the block length of each pass in place of ``gamma``; ``max_batch`` rows run at once and the
-    other requests wait; ``fixed_shapes`` allocates everything at once, for CUDA graphs (finished rows then stay until
-    the last of them is done).
-    """
-
-    gamma: int = 4
-    policy: SamplingPolicy = field(default_factory=SamplingPolicy)
-    stops: Stops = field(default_factory=Stops)
-    rule: Rule | None = None
-    draft_timeout: float | None = None
-    diagnostics: bool = True  # entropies and the target's preference in the records; costs two softmaxes a step
-    processing: Processing = field(default_factory=Processing)
-    control: BlockLength | None = None
-    max_batch: int | None = None
-    fixed_shapes: bool = False
-
-    @property
-    def verification(self) -> Rule:
-        return self.rule or (GREEDY if self.policy.greedy else TOKEN)
-
-
-class Decoding:
-    """The state that the stages share: the running rows, those that wait, and the target's cache, which holds all
-    committed tokens of each row but the last (the pending one, which the next pass feeds first)."""
-
-    def __init__(self, target: PreTrainedModel, requests: list[Request], settings: Settings, candidates: int = 1):
-        self.target, self.settings, self.clock = target, settings, Clock(target.device)
-        self.vocab = int(target.config.get_text_config(decoder=True).vocab_size)
-        self.rows: list[Request] = []
-        self.newcomers: list[Request] = []
-        self.waiting = deque(requests)
-        self.control = settings.control or Fixed(settings.gamma)
-        self.capacity = capacity(requests, settings.gamma) if settings.fixed_shapes else None
-        self.cache = ModelCache(target, 0, self.capacity)  # refuses a model that would not be exact, before any token
-        self.cache.allow(min(len(requests), settings.max_batch or len(requests)), candidates)
-        settings.processing.check(self.vocab, target.device)
-        if candidates > 1 and not settings.verification.branches:
-            raise SpecDecError(f"rule '{settings.verification.name}' judges one candidate a position: use rule token.")
-        self.coins = torch.zeros(0)
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
-
-    def toss(self, count: int) -> None:
-        """New coins ``[B, count]`` float64 for every row, always as many for each, so that a row's stream does not
-        depend on its neighbours."""
-        rows = [r.random.uniforms(count) if r.stop is None else [0.0] * count for r in self.rows]
-        self.coins = torch.tensor(rows, dtype=torch.float64).to(self.device)
-
-    def room(self, request: Request) -> int | None:
-        limit = self.settings.stops.context
-        return None if limit is None else limit - request.length
-
-
-def capacity(requests: list[Request], gamma: int) -> int:
-    """Slots a row needs for the longest of these requests and a block behind it."""
-    return max(len(r.prompt) + r.max_new_tokens for r in requests) + gamma + 2
+__all__ = ["Request", "Settings", "capacity", "ordinary_decoding", "speculative_decoding"]
 
 
 @torch.inference_mode()
@@ -158,51 +66,6 @@ def ordinary_decoding(
 
 
 # --- the stages -------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Block:
-    """A drafted block on its way through a step: the proposal, and what of it may be verified."""
-
-    proposal: Proposal
-    asked: list[int]
-    tokens: Tensor  # [B, g]
-    lengths: Tensor  # [B], the proposal's lengths cut at its first invalid row
-    q: Tensor  # [B, g, V]
-    control: str
-    reason: str
-
-    @staticmethod
-    def empty(batch: int, device: torch.device, control: str = "baseline", reason: str = "") -> Block:
-        none = Proposal.nothing(batch, device, reason)
-        return Block(none, [0] * batch, none.tokens, none.lengths, none.tokens.unsqueeze(-1), control, reason)
-
-    @property
-    def branches(self) -> Tensor | None:
-        return self.proposal.branches
-
-
-@dataclass
-class Scores:
-    """The target's judgement of a block: ``logits [B, n, V]`` and the law ``p`` made of them (None when greedy, where
-    the logits' order says it all). Columns: the pending token, the block, then the branches of each position."""
-
-    logits: Tensor
-    p: Tensor | None
-
-    @property
-    def ranking(self) -> Tensor:
-        return self.logits if self.p is None else self.p
-
-
-@dataclass
-class Kept:
-    """What a step keeps of a block: ``count [B]`` tokens, which branch behind them ``[B]`` (k-1: none), and the
-    weights ``[B, V]`` of the token that follows where no branch is kept."""
-
-    count: Tensor
-    branch: Tensor | None
-    law: Tensor
 
 
 def admit(state: Decoding, guard: Guard | None) -> bool:
@@ -318,7 +181,7 @@ def resample(state: Decoding, block: Block, scores: Scores, kept: Kept) -> Tenso
     with state.clock("resample"):
         law = kept.law
         if block.branches is not None and kept.branch is not None:
-            column = _branch_column(block, kept).clamp(max=scores.ranking.shape[1] - 1)
+            column = branch_column(block, kept).clamp(max=scores.ranking.shape[1] - 1)
             after = scores.ranking[torch.arange(len(law), device=law.device), column].double()
             law = torch.where((kept.branch < block.branches.shape[2]).unsqueeze(1), after, law)
         return law.argmax(-1) if state.settings.policy.greedy else draw(law, state.coins[:, 1])
@@ -333,23 +196,20 @@ def repeat(
     """
     columns, commits = scores.logits.shape[1], []
     with state.clock("repeat"):
-        rows = _read(state, block, scores, kept, token)
+        rows = read(state, block, scores, kept, token)
         agreed = [r.length + row.count for r, row in zip(state.rows, rows, strict=True)]  # the drafter's own tokens
         for request, row in zip(state.rows, rows, strict=True):
             if request.stop is None:
-                commits.append(_commit(state, request, row))
-        _join_branches(state, block, rows, columns)
+                commits.append(commit(state, request, row))
+        join_branches(state, block, rows, columns)
         state.cache.rewind([r.length - 1 for r in state.rows])
         if guard is not None:
             guard.commit(agreed)
     started, seconds = state.clock.started, state.clock.seconds()
     if guard is not None:
-        state.control.observe(_observed(block, scores, commits, seconds))
+        state.control.observe(observed(block, scores, commits, seconds))
     synthetic = guard is not None and guard.drafter.synthetic
-    return [_record(block, c, started, seconds, len(commits), synthetic) for c in commits]
-
-
-# --- details ----------------------------------------------------------------------------------------------
+    return [record(block, c, started, seconds, len(commits), synthetic) for c in commits]
 
 
 def _judged(state: Decoding, logits: Tensor, block: Block) -> Scores:
@@ -368,182 +228,3 @@ def _judged(state: Decoding, logits: Tensor, block: Block) -> Scores:
         logits = torch.cat(parts, 1)
     policy = state.settings.policy
     return Scores(logits, None if policy.greedy else distribution(logits, policy))
-
-
-def one_hot(tokens: Tensor, vocab: int) -> Tensor:
-    """The law of tokens that were chosen, not drawn: ``[B, g]`` -> ``[B, g, vocab]`` float32."""
-    return torch.zeros(*tokens.shape, vocab, device=tokens.device).scatter_(-1, tokens.unsqueeze(-1), 1.0)
-
-
-@lru_cache(maxsize=64)
-def comb(g: int, more: int, device: str) -> Tree:
-    """The block's shape with ``more`` branches at each position: the pending token, a spine of g, and the branches as
-    leaves; a branch sees the spine before its position and itself."""
-    spine = 1 + g
-    depth = torch.cat([torch.arange(spine), torch.arange(1, spine).repeat_interleave(more)])
-    sees = torch.eye(len(depth), dtype=torch.bool)
-    sees[:, :spine] |= torch.arange(spine) < depth.unsqueeze(1)
-    return Tree(depth.to(device), sees.to(device))
-
-
-def _branch_column(block: Block, kept: Kept) -> Tensor:
-    """Where each row's kept branch stands among the columns of the pass; meaningless where none is kept."""
-    assert block.branches is not None
-    assert kept.branch is not None
-    g, more = block.branches.shape[1:]
-    return 1 + g + kept.count.clamp(max=g - 1) * more + kept.branch.clamp(max=more - 1)
-
-
-@dataclass
-class _Row:
-    """One row of the step's host read."""
-
-    index: int
-    count: int
-    token: int
-    sound: int
-    proposed: int
-    verified: int
-    branch: int  # the token of the kept branch, -1: none
-    column: int  # of that branch in the pass
-    tokens: list[int]
-    p: list[float]
-    q: list[float]
-    p_entropy: list[float]
-    q_entropy: list[float]
-    preferred: list[int]
-
-
-def _read(state: Decoding, block: Block, scores: Scores, kept: Kept, token: Tensor) -> list[_Row]:
-    """Everything the host needs of a step, packed in one float64 tensor (exact for token ids) and read once."""
-    g = block.tokens.shape[1]
-    broken = invalid_rows(scores.ranking)
-    sound = (~broken[:, : g + 1]).int().cumprod(1).sum(1)  # rows of the target before the first broken one
-    branch = column = torch.full_like(kept.count, -1)
-    if block.branches is not None and kept.branch is not None:
-        more, row = block.branches.shape[2], torch.arange(len(kept.count), device=token.device)
-        taken, column = kept.branch < more, _branch_column(block, kept)
-        chosen = block.branches[row, kept.count.clamp(max=g - 1), kept.branch.clamp(max=more - 1)]
-        branch = chosen.masked_fill(~taken, -1)
-        sound = torch.where(taken & broken[row, column], torch.minimum(sound, kept.count), sound)
-    head = [kept.count, token, sound, block.proposal.lengths, block.lengths, branch, column]
-    parts = [torch.stack([c.double() for c in head], 1), block.tokens.double()]
-    if state.settings.diagnostics:
-        parts += _diagnostics(block, scores)
-    rows = []
-    for b, values in enumerate(torch.cat(parts, 1).tolist()):
-        pieces, at = [], 0
-        for size in (len(head), g, g, g, g + 1, g, g + 1):
-            pieces.append(values[at : at + size])
-            at += size
-        numbers, ids, p, q, p_entropy, q_entropy, preferred = pieces
-        n, next_token, good, proposed, verified, branch_token, at_column = (int(x) for x in numbers)
-        head_of_row = (b, n, next_token, good, proposed, verified, branch_token, at_column)
-        texts = [int(t) for t in ids], [int(t) for t in preferred]
-        rows.append(_Row(*head_of_row, texts[0], p, q, p_entropy, q_entropy, texts[1]))
-    return rows
-
-
-def _diagnostics(block: Block, scores: Scores) -> list[Tensor]:
-    """p and q at the drafted tokens, both entropies and the target's preference, in the order of ``_read``."""
-    at, g = block.tokens.unsqueeze(-1), block.tokens.shape[1]
-    p = scores.p[:, : g + 1] if scores.p is not None else scores.logits[:, : g + 1].softmax(-1)
-    q = block.q if scores.p is not None or block.proposal.belief is None else block.proposal.belief
-    p_at, q_at = ((law.gather(-1, at).squeeze(-1) if g else block.tokens) for law in (p[:, :g], q))
-    p_entropy, q_entropy = (torch.special.entr(law).sum(-1) for law in (p, q))
-    return [x.double() for x in (p_at, q_at, p_entropy, q_entropy, p.argmax(-1))]
-
-
-@dataclass
-class _Commit:
-    """What a pass added to one request."""
-
-    request: Request
-    row: _Row
-    kept: list[int]
-
-    @property
-    def accepted(self) -> int:
-        """Drafted tokens that stay, a branch included, none beyond a stop."""
-        return min(self.row.count + (self.row.branch >= 0), len(self.kept))
-
-
-def _commit(state: Decoding, request: Request, row: _Row) -> _Commit:
-    """Append what belongs to the text; refuse a target whose judgement is no number."""
-    if row.sound <= row.count:  # a position that this pass emits rests on it
-        raise SpecDecError(
-            f"The target's logits at position {request.length + row.sound} of request {request.id} hold NaN or "
-            "nothing finite: load its weights again, or use float32."
-        )
-    new = [*row.tokens[: row.count], *([row.branch] if row.branch >= 0 else []), row.token]
-    budget = request.max_new_tokens - len(request.output)
-    kept, request.stop = state.settings.stops.cut(request.output, new, budget, state.room(request))
-    request.output += kept
-    return _Commit(request, row, kept)
-
-
-def _join_branches(state: Decoding, block: Block, rows: list[_Row], columns: int) -> None:
-    """A kept branch's keys and values move behind the kept prefix, where the text has it."""
-    if any(row.branch >= 0 for row in rows):
-        start = [n - columns for n in state.cache.lengths]
-        source = [s + row.column if row.branch >= 0 else s for s, row in zip(start, rows, strict=True)]
-        place = [s + 1 + row.count if row.branch >= 0 else s for s, row in zip(start, rows, strict=True)]
-        state.cache.move(source, place)
-
-
-def _observed(block: Block, scores: Scores, commits: list[_Commit], seconds: dict[str, float]) -> Observation:
-    rows = [(c.row.verified, c.accepted, len(c.kept), c.request.stop is not None) for c in commits]
-    return Observation(len(block.asked), scores.logits.shape[1], max(block.proposal.drafted), rows, seconds)
-
-
-def _record(
-    block: Block, commit: _Commit, started: float, seconds: dict[str, float], batch: int, synthetic: bool
-) -> StepRecord:
-    request, row, kept = commit.request, commit.row, commit.kept
-    first = not request.records
-    control, reason = block.control, block.reason
-    if row.verified < row.proposed:
-        control = "degraded"
-        reason = f"draft row {row.verified + 1} of the block is not a law over its token: emitted from the target"
-    v = row.verified
-    record = StepRecord(
-        request=request.id,
-        step=len(request.records),
-        kind="prefill" if first else "speculative" if v else "ordinary",
-        gamma=block.asked[row.index],
-        drafted=block.proposal.drafted[row.index],
-        verified=min(v, len(kept)) if request.stop else v,
-        accepted=commit.accepted,
-        emitted=tuple(kept),
-        last=_last_token(first, row, len(kept)),
-        stop=request.stop,
-        draft_tokens=tuple(row.tokens[:v]),
-        p=tuple(row.p[:v]),
-        q=tuple(row.q[:v]),
-        p_entropy=tuple(row.p_entropy[: v + 1]),
-        q_entropy=tuple(row.q_entropy[:v]),
-        preferred=tuple(row.preferred[: v + 1]),
-        seconds=seconds,
-        started=started,
-        control=control,
-        reason=reason,
-        context=request.length - len(kept),
-        batch=batch,
-        branch=row.branch if row.branch >= 0 and len(kept) > row.count else None,
-        synthetic=synthetic,
-    )
-    request.records.append(record)
-    return record
-
-
-def _last_token(first: bool, row: _Row, kept: int) -> LastToken:
-    if first:
-        return "prefill"
-    if kept <= row.count + (row.branch >= 0):
-        return "accepted"  # a stop inside the accepted prefix
-    if row.branch >= 0:
-        return "bonus"
-    if row.count < row.verified:
-        return "resampled"
-    # After a block that was cut at an unsound row the next token is the target's own, and no bonus.
-    return "bonus" if 0 < row.verified == row.proposed else "ordinary"

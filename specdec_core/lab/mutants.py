@@ -25,13 +25,14 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import caches, loop
+from .. import caches, commit, loop, state
 from ..caches import ModelCache
 from ..control import Plan
 from ..drafters import Drafter, ModelDrafter, Proposal
-from ..loop import Decoding, Request, Settings
+from ..loop import Request, Settings
 from ..processors import Processing
 from ..sampling import RequestRandom, SamplingPolicy, distribution
+from ..state import Decoding
 from ..stops import Stops
 from ..theory import target_law
 from ..verify import BLOCK, LOSSY, TOKEN
@@ -216,7 +217,7 @@ def _swap(owner: object, name: str, wrong: Callable[[Any], Any]) -> Callable[[],
 
 
 def _rule(name: str, at: str = "TOKEN") -> Callable[[], AbstractContextManager[object]]:
-    return _swap(loop, at, lambda f: LOSSY[name])
+    return _swap(state, at, lambda f: LOSSY[name])
 
 
 # fmt: off
@@ -227,7 +228,7 @@ MUTANTS = (
         ModelDrafter, "propose", lambda f: lambda *a: replace(x := f(*a), q=x.belief)),
         "the law is kept behind a top-k", partial(_law, TOP_2, *A2, 1)),
     Mutant("greedy keeps all", "A5", "at temperature 0 all tokens are kept", _rule("always_accept", "GREEDY"), *RAGGED),
-    Mutant("NaN passes", "A6", "a row of NaN from the target passes in silence", _swap(loop, "invalid_rows",
+    Mutant("NaN passes", "A6", "a row of NaN from the target passes in silence", _swap(commit, "invalid_rows",
         lambda f: lambda x: x.new_zeros(x.shape[:-1]).bool()), "a NaN of the target is named", _nan_target),
     Mutant("NaN cleaned", "A7", "a draft row of NaN is set to 0, and its token kept", _swap(loop, "first_invalid",
         lambda f: lambda q, x, n: (q.nan_to_num_(), n)[1]), "a NaN draft row keeps the law", partial(_law, *A7)),
@@ -253,7 +254,7 @@ MUTANTS = (
         lambda f: lambda self, n: f(self, [min(x + 1, h) for x, h in zip(n, self.lengths, strict=True)])), *RAGGED),
     Mutant("draft not rewound", "C3", "rejected tokens stay in the draft's cache", _swap(ModelDrafter, "commit",
         lambda f: lambda self, lengths: None), "after one rejection acceptance returns to 1", _accepted_again),
-    Mutant("branch not moved", "C3", "a kept branch's keys stay where they were", _swap(loop, "_join_branches",
+    Mutant("branch not moved", "C3", "a kept branch's keys stay where they were", _swap(loop, "join_branches",
         lambda f: lambda *a: None), "two candidates leave the greedy text", partial(_processed, 2)),
     Mutant("state not restored", "C5", "a recurrent state keeps the rejected tokens", _swap(
         ModelCache, "_rewind_states", lambda f: lambda self, lengths: self.states.kept.clear()),
@@ -272,14 +273,14 @@ MUTANTS = (
     Mutant("stop string", "D7", "a stop string is looked for in the newest token alone", _swap(
         Stops, "_string_in", lambda f: lambda self, output: f(self, output[-1:])), *ENDS),
     Mutant("counted behind a stop", "E1", "accepted tokens behind a stop are counted", _swap(
-        loop._Commit, "accepted", lambda f: property(lambda self: self.row.count)), *COUNTS),
+        commit.Commit, "accepted", lambda f: property(lambda self: self.row.count)), *COUNTS),
     Mutant("penalties of the block", "F1", "a whole block has the penalties of its first position", _swap(
         Processing, "process_block", lambda f: lambda self, logits, texts, prompts, drafted: torch.cat(
             [f(self, x, texts, prompts, drafted[:, :0]) for x in logits.split(1, 1)], 1)), *PROCESSED),
     Mutant("bonus of another row", "F4", "the token behind a whole block has the law of the row before", _swap(
         loop, "next_law", lambda f: lambda rule, p, q, x, lengths, n: torch.where((n == lengths).unsqueeze(1),
             p[torch.arange(len(n)), (n - 1).clamp(min=0)].double(), f(rule, p, q, x, lengths, n))), *LAW),
-    Mutant("counted twice", "F4", "the token after a whole block is counted twice", _swap(loop, "_record",
+    Mutant("counted twice", "F4", "the token after a whole block is counted twice", _swap(loop, "record",
         lambda f: lambda x, c, *a: f(x, replace(c, kept=c.kept + c.kept[-1:] * (c.accepted == 4)), *a)), *COUNTS),
     Mutant("shared coins", "F5", "all rows draw from one stream", _swap(RequestRandom, "uniforms",
         lambda f: (lambda one: lambda self, count: f(one, count))(RequestRandom(0))),
