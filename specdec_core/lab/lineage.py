@@ -106,9 +106,11 @@ class Run:
         self.store.client.log_artifact(self.id, str(path), folder)
 
     def log_records(self, records: Iterable[Any], name: str) -> None:
-        """``StepRecord``s as JSON lines, one step a line."""
-        lines = (json.dumps(dataclasses.asdict(record), default=str) for record in records)
-        self.log_text("".join(line + "\n" for line in lines), f"records/{name}.jsonl")
+        """``StepRecord``s as JSON lines, one step a line; synthetic ones mark the run (condition G7)."""
+        rows = [dataclasses.asdict(record) for record in records]
+        self.log_text("".join(json.dumps(row, default=str) + "\n" for row in rows), f"records/{name}.jsonl")
+        if any(row.get("synthetic") for row in rows):
+            self.set_tags({"synthetic": "true", f"synthetic.{name}": "acceptance was set, not earned"})
 
     # --- what went in -------------------------------------------------------------------------------------
 

@@ -67,7 +67,10 @@ def block_map(output: Output, pair: Pair, title: str, most: int = 16) -> Figure:
     figure, axes = plt.subplots(figsize=(max(8.0, 1.25 * (widest + 1)), 0.42 * len(records) + 1.4))
     word = lambda t: _short(str(pair.tokenizer.decode([t])))  # noqa: E731
     for y, r in enumerate(records):
-        for x, token in enumerate(r.draft_tokens):
+        drafted = list(r.draft_tokens)
+        if r.branch is not None:  # the candidate that was kept in place of the first
+            drafted[r.accepted - 1] = r.branch
+        for x, token in enumerate(drafted):
             kept, judged = x < r.accepted, x < r.accepted + r.rejected
             kind: Kind = "accepted" if kept else "rejected"
             text = word(token)

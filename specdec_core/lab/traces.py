@@ -13,9 +13,9 @@ STAGES = ("draft", "score", "accept", "resample", "repeat")
 _NANO = 1_000_000_000
 # What each stage consumed, changed, and shows for it.
 _FACTS = {
-    "draft": ("gamma", "drafted", "draft_tokens", "q", "q_entropy", "control", "reason"),
+    "draft": ("gamma", "drafted", "draft_tokens", "q", "q_entropy", "control", "reason", "synthetic"),
     "score": ("verified", "context", "p", "p_entropy"),
-    "accept": ("accepted", "preferred"),
+    "accept": ("accepted", "branch", "preferred"),
     "resample": ("last", "emitted"),
     "repeat": ("emitted", "stop", "context"),
 }

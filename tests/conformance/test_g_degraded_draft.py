@@ -133,3 +133,23 @@ def test_a_lookup_without_a_match_is_idle_and_not_degraded():
     (request,) = decode(target, [[1, 2, 3]], PromptLookupDrafter(), 3, Settings(gamma=4))
     assert {r.control for r in request.records[1:2]} <= {"idle", "speculate"}
     assert all(r.control != "degraded" for r in request.records)
+
+
+def test_g7_what_is_synthetic_is_labelled_in_every_record_and_in_the_run(tmp_path, monkeypatch):
+    from specdec_core.drafters import CompositeDrafter, PromptLookupDrafter, SyntheticDrafter
+    from specdec_core.lab.lineage import open_run
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
+    target = tiny_llama()
+    (base,) = decode(target, [PROMPT], tokens=20)
+    make = lambda: SyntheticDrafter([0.7], 64, texts={tuple(PROMPT): base.output})  # noqa: E731
+    for drafter in (make(), CompositeDrafter(PromptLookupDrafter(), make())):
+        (ours,) = decode(target, [PROMPT], drafter, 20)
+        assert ours.output == base.output
+        assert all(r.synthetic for r in ours.records if r.step)
+    assert not any(r.synthetic for r in base.records)
+    for records, labelled in ((ours.records, True), (base.records, False)):
+        with open_run("labels") as run:
+            run.log_records(records, "all")
+        tags = run.store.client.get_run(run.id).data.tags
+        assert (tags.get("synthetic") == "true") == labelled
