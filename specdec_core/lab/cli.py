@@ -44,6 +44,9 @@ def generate(
     min_p: Annotated[float, typer.Option(help="0 switches it off.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same tokens.")] = 0,
+    rule: Annotated[str | None, typer.Option(help="token or block, when sampling.")] = None,
+    candidates: Annotated[int, typer.Option(min=1, help="Tokens tried at each position, of a model draft.")] = 1,
+    control: Annotated[str, typer.Option(help="fixed, heuristic, adaptive or fallback.")] = "fixed",
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Skip ordinary decoding beside it.")] = False,
 ) -> None:
     """Speculate on one prompt: accepted, rejected and resampled tokens, beside ordinary decoding."""
@@ -60,6 +63,9 @@ def generate(
         min_p=min_p,
         max_new_tokens=max_new_tokens,
         seed=seed,
+        rule=rule,
+        candidates=candidates,
+        control=control,
         baseline=not no_baseline,
     )
 

@@ -121,6 +121,9 @@ def show_generate(
     min_p: float = 0.0,
     max_new_tokens: int = 128,
     seed: int = 0,
+    rule: str | None = None,
+    candidates: int = 1,
+    control: str = "fixed",
     baseline: bool = True,
     console: Console | None = None,
 ) -> None:
@@ -130,14 +133,15 @@ def show_generate(
     console = console or Console()
     with console.status("loading the models"):
         models = load_pair(pair)
-    common = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    speculative = generate(models, prompt, gamma=gamma, drafter=drafter, max_new_tokens=max_new_tokens, **common)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    how: dict[str, Any] = {"drafter": drafter, "rule": rule, "candidates": candidates, "control": control}
+    speculative = generate(models, prompt, gamma=gamma, max_new_tokens=max_new_tokens, **how, **common)
     title = f"{models.name}, drafter {drafter or models.drafter}, γ = {gamma}, temperature {temperature:g}"
     console.print(Panel(as_rich(story(speculative, models)), title=title, padding=(1, 2)))
     console.print(legend())
     outputs = {"speculative": speculative}
     if baseline:
-        outputs["ordinary"] = generate(models, prompt, max_new_tokens=max_new_tokens, speculate=False, **common)  # type: ignore[arg-type]
+        outputs["ordinary"] = generate(models, prompt, max_new_tokens=max_new_tokens, speculate=False, **common)
     console.print(_numbers(outputs))
     if baseline:
         console.print(_verdict(speculative, outputs["ordinary"], temperature))

@@ -70,6 +70,8 @@ class Record:
     p_entropy: tuple[float, ...] = (0.1,)
     q_entropy: tuple[float, ...] = (0.1,)
     preferred: int | None = 7
+    branch: int | None = None
+    synthetic: bool = False
     control: str = "fixed"
     reason: str = ""
     context: int = 30
