@@ -213,8 +213,7 @@ def command(
     if not all(b.isdigit() and int(b) for b in batches.split(",")):
         raise SpecDecError(f"--batches {batches} is not possible: give whole numbers, such as 1,2,4,8.")
     params = {"pair": pair, "batches": batches, "prompts": prompts, "tokens": tokens, "dtype": dtype, "gamma": GAMMA}
-    tags = {"synthetic": " ".join(a.key for a in ARMS if "synthetic" in a.draft), "load.before": os.getloadavg()[0]}
-    with open_run(f"bench {pair}", kind="bench", params=params, tags=tags) as run:
+    with open_run(f"bench {pair}", kind="bench", params=params, tags={"load.before": os.getloadavg()[0]}) as run:
         loaded, asked = models.load_pair(pair, dtype=dtype), workloads.prompts()
         asked = asked.loc[sorted(asked["turns"].map(lambda turns: len(turns[0])).nsmallest(12).index)]  # short prefills
         run.log_pair(loaded)
@@ -228,7 +227,7 @@ def command(
         run.log_table(pd.DataFrame(rows), "bench")
         run.log_table(pd.DataFrame(bench.rows), "times")
         for arm, records in bench.records.items():
-            run.log_records(records, arm)
+            run.log_records(records, arm)  # marks the run where they are synthetic
         run.log_tokens([text for each in written for text in each])
         for key, end in (("value", ""), ("low", "_low"), ("high", "_high")):
             run.log_metrics({f"{r['arm']}.b{r['batch']}{end}": r[key] for r in rows})

@@ -257,7 +257,10 @@ def test_the_command_prints_a_table_and_keeps_a_run_with_its_lineage(
     assert run.data.params["batches"] == "1,2"
     assert tags["model.target.weights_sha256"] == "f" * 64
     assert len(tags["tokens.sha256"]) == len(tags["prompts.builtin.sha256"]) == 64
-    assert set(tags["synthetic"].split()) == SYNTHETIC
+    assert tags["synthetic"] == "true"
+    assert {key for key in tags if key.startswith("synthetic.")} == {
+        f"synthetic.{k}.b{b}" for k in SYNTHETIC for b in (1, 2)
+    }
     assert {f"{key}.b{b}{end}" for key in ARM if "ordinary" not in key for b in (1, 2) for end in ("", "_low")} <= set(
         run.data.metrics
     )
