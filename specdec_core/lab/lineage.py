@@ -109,8 +109,8 @@ class Run:
         """``StepRecord``s as JSON lines, one step a line; synthetic ones mark the run (condition G7)."""
         rows = [dataclasses.asdict(record) for record in records]
         self.log_text("".join(json.dumps(row, default=str) + "\n" for row in rows), f"records/{name}.jsonl")
-        if any(row.get("synthetic") for row in rows) and "synthetic" not in self._tags():
-            self.set_tags({"synthetic": "true"})
+        if any(row.get("synthetic") for row in rows):
+            self.set_tags({"synthetic": "true", f"synthetic.{name}": "acceptance was set, not earned"})
 
     # --- what went in -------------------------------------------------------------------------------------
 
