@@ -139,10 +139,10 @@ class ModelCache:
 
     def allow(self, batch: int, candidates: int) -> None:
         """Refuse, before the first token, more rows or candidates than the model can take exactly."""
-        if not self.plan.masks and (batch > 1 or candidates > 1 or self.rows.fixed):
+        if self.plan.alone and (batch > 1 or candidates > 1 or self.rows.fixed):
             raise SpecDecError(
-                f"attention '{self.model.config._attn_implementation}' takes no mask of ours, which batches, several "
-                "candidates and fixed shapes need: decode one prompt at a time, or load the model with sdpa or eager."
+                f"{self.plan.alone}, so batches, several candidates and fixed shapes would not be exact: decode one "
+                "prompt at a time with one candidate, or take another model or attention."
             )
         if candidates > 1 and self.plan.recurrent:
             raise SpecDecError(
@@ -463,13 +463,14 @@ Window = Callable[[Tensor, Tensor], Tensor]  # positions of query and slot -> wh
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is cached: how each layer is made, which windows its attention has, whether it takes masks."""
+    """How a model is cached: how each layer is made, which windows its attention has, whether it keeps a state, and why
+    its rows can only run alone, where they can."""
 
     kind: str
     layers: list[Callable[[RowLengths], Any]]
     windows: dict[str, Window | None]
     recurrent: bool
-    masks: bool
+    alone: str
 
 
 def context_limit(model: PreTrainedModel) -> int | None:
@@ -491,6 +492,8 @@ def context_limit(model: PreTrainedModel) -> int | None:
 
 
 _IGNORES_ITS_WINDOW = ("moshi",)  # its configuration names one, its code attends to everything
+# Scales attention by a position that it takes from the cache, the same for every row; shows behind 8,192 tokens only.
+_READS_POSITIONS_OFF_ITS_CACHE = ("llama4_text",)
 
 
 def plan_of(model: PreTrainedModel) -> Plan:
@@ -531,7 +534,12 @@ def plan_of(model: PreTrainedModel) -> Plan:
         )
     kinds = _windows(config, found, windows.pop() if windows else 0)
     recurrent = any(isinstance(layer, LinearAttentionLayer) for layer in found)
-    return Plan(str(config.model_type), makers, kinds, recurrent, config._attn_implementation in ("eager", "sdpa"))
+    alone, attention = "", config._attn_implementation
+    if attention not in ("eager", "sdpa"):
+        alone = f"attention '{attention}' takes no mask of ours"
+    elif config.model_type in _READS_POSITIONS_OFF_ITS_CACHE:
+        alone = f"Model type '{config.model_type}' takes all rows to be as long as the longest"
+    return Plan(str(config.model_type), makers, kinds, recurrent, alone)
 
 
 def _windows(config: Any, layers: Sequence[Any], size: int) -> dict[str, Window | None]:
@@ -577,7 +585,7 @@ def _rewind_fault(model: PreTrainedModel) -> str:
     """What is wrong with the model's logits after a rewind, in words; empty if nothing is."""
     try:
         with torch.inference_mode():
-            worst = _rewind_error(model)
+            worst = rewind_error(model)
     except Exception as error:
         line = str(error).splitlines()[0] if str(error) else "no message"
         return f"cannot run on a row-wise cache ({type(error).__name__}: {line})"
@@ -589,10 +597,10 @@ def _rewind_fault(model: PreTrainedModel) -> str:
     )
 
 
-def _rewind_error(model: PreTrainedModel) -> float:
+def rewind_error(model: PreTrainedModel, length: int = 8) -> float:
     """Largest difference, relative to the largest logit, between a plain pass and a ragged one with rewinds."""
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    length = min(8, context_limit(model) or 8)
+    length = min(length, context_limit(model) or length)
     cut = length // 2
     ids = (torch.arange(length, device=model.device) * 7919 + 11) % vocab
     plain = model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0].float()
@@ -600,7 +608,7 @@ def _rewind_error(model: PreTrainedModel) -> float:
     if torch.isnan(plain).any() or not real.any():
         return 0.0  # broken weights are no fault of the cache: the loop names the position where they show
     scale, worst = plain[real].abs().max().clamp(min=1e-6), 0.0
-    for batch in (1, 2) if plan_of(model).masks else (1,):
+    for batch in (1,) if plan_of(model).alone else (1, 2):
         cache = ModelCache(model, batch)
         wrong = ids.flip(0).expand(batch, -1)
         cache.extend(wrong[:, :cut])

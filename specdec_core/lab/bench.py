@@ -34,7 +34,7 @@ from .stats import Interval, bootstrap
 from .ui import run_link
 
 GAMMA = 4
-STEADY = 16  # tokens of an arm whose pace does not change: the prefill's and three whole blocks
+STEADY, WARM = 16, 8  # tokens where the pace does not change (the prefill's and three whole blocks); of a warm-up
 
 
 class Question(NamedTuple):
@@ -136,9 +136,9 @@ class Bench:
     def run(self, arm: Arm, prompts: Sequence[Prompt], group: str) -> None:
         """A group without a name is a warm-up, which leaves no trace but in the controls that are carried over."""
         batch, made, whole = len(prompts), self.synthetic.get(arm.draft), arm.key.startswith(("control", "ordinary.w"))
-        carried = self.carried.setdefault((arm.key, batch), Fallback())
+        carried, tokens = self.carried.setdefault((arm.key, batch), Fallback()), self.tokens if whole else STEADY
         prepared = prepare(
-            self.pair, prompts, eos=[], gamma=GAMMA, max_new_tokens=self.tokens if whole and group else STEADY,
+            self.pair, prompts, eos=[], gamma=GAMMA, max_new_tokens=tokens if group else WARM,
             control={"fixed": Fixed(GAMMA), "off": Fixed(0), "fresh": Fallback(), "carried": carried}[arm.control],
             speculate=bool(arm.draft), drafter=made() if made else arm.draft or None, diagnostics=arm.diagnostics,
         )  # fmt: skip

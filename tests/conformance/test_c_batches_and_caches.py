@@ -18,8 +18,9 @@ from transformers import (
 )
 
 from specdec_core import SamplingPolicy, SpecDecError
-from specdec_core.caches import ModelCache, _rewind_error, context_limit
+from specdec_core.caches import ModelCache, rewind_error, context_limit
 from specdec_core.drafters import CompositeDrafter, ModelDrafter, PromptLookupDrafter, reduced_head
+from specdec_core.lab.architectures import tiny
 from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
 from specdec_core.sampling import RequestRandom
 from specdec_core.stops import Stops
@@ -351,7 +352,7 @@ def test_with_fixed_shapes_a_row_that_catches_up_beside_one_near_its_end_does_no
 def test_a_head_that_is_cut_passes_the_self_check_on_what_is_left_of_it():
     draft = reduced_head(tiny_llama(), range(32))
     with torch.inference_mode():
-        assert _rewind_error(draft) < 1e-4
+        assert rewind_error(draft) < 1e-4
 
     class Forgetful(LlamaForCausalLM):
         """Looks at the cache and then at the first position again."""
@@ -362,3 +363,21 @@ def test_a_head_that_is_cut_passes_the_self_check_on_what_is_left_of_it():
     broken = reduced_head(Forgetful(tiny_llama().config).eval(), range(32))
     with pytest.raises(SpecDecError, match="after a rewind"):
         ModelCache(broken, 1)
+
+
+def test_c5_a_model_that_takes_one_position_for_all_rows_runs_alone_and_is_refused_in_a_batch():
+    """Llama 4 scales attention by a position that it reads off the cache; with real settings only behind 8,192 tokens."""
+    target = tiny("llama4_text")
+    (alone,) = decode(target, [LONG], PromptLookupDrafter(), 24)
+    text = list(LONG)
+    with torch.inference_mode():
+        for token in alone.output:
+            assert int(target(torch.tensor([text]), use_cache=False).logits[0, -1].argmax()) == token
+            text.append(token)
+    for requests, settings, drafter in (
+        ([LONG, SHORT], Settings(), PromptLookupDrafter()),
+        ([LONG], Settings(fixed_shapes=True), PromptLookupDrafter()),
+        ([LONG], Settings(), ModelDrafter(tiny_llama(), GREEDY, 64, candidates=2)),
+    ):
+        with pytest.raises(SpecDecError, match="llama4_text"):
+            decode(target, requests, drafter, 5, settings)
