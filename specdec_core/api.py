@@ -172,7 +172,8 @@ def stream(pair: Pair, prompt: Prompt, **options: Unpack[Options]) -> Stream:
     """Decode one prompt and hand its tokens out as they are committed; options as for :func:`generate_batch`.
 
     Example: ``for piece in stream(pair, "Count to ten."): print(piece, end="")``. The pieces add up to the text of
-    ``.output``, which is there when the last piece is; ``.cancel()`` ends the text after the present pass.
+    ``.output``, which is there when the last piece is; ``.cancel()`` ends the text after the present pass. (Where a
+    tokenizer writes unknown characters byte by byte, an unfinished one at the end can change the one before.)
     """
     return Stream(prepare(pair, [prompt], **options))
 
@@ -262,18 +263,28 @@ class _Asked:
     fixed_shapes: bool = False
 
     def __post_init__(self) -> None:
+        for name in ("speculate", "diagnostics", "fixed_shapes"):
+            if not isinstance(getattr(self, name), bool):
+                raise SpecDecError(f"{name}={getattr(self, name)!r} is not possible: give True or False.")
+        if self.chat is not None and not isinstance(self.chat, bool):
+            raise SpecDecError(f"chat={self.chat!r} is not possible: give True, False or None.")
+        if self.processing is not None and not isinstance(self.processing, Processing):
+            raise SpecDecError(f"processing={self.processing!r} is not possible: give a Processing, or None.")
         whole("max_new_tokens", self.max_new_tokens, 0, 2**31)
         whole("gamma", self.gamma, 1, 1024)
         whole("candidates", self.candidates, 1, 64)
         number("confidence", self.confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
         if self.draft_timeout is not None:
-            number("draft_timeout", self.draft_timeout, lambda s: s > 0, "seconds above 0, or None")
+            number("draft_timeout", self.draft_timeout, lambda s: 0 < s < 1e6, "seconds from 0 to a million, or None")
         if self.max_batch is not None:
             whole("max_batch", self.max_batch, 1, 2**31)
 
 
 def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -> Prepared:
     """Check every option of :func:`generate_batch` and set the decoding up."""
+    if unknown := sorted(options.keys() - _Asked.__dataclass_fields__.keys()):
+        allowed = ", ".join(_Asked.__dataclass_fields__)
+        raise SpecDecError(f"There is no option '{unknown[0]}': choose from {allowed}.")
     asked = _Asked(**options)
     policy = SamplingPolicy(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
     stops = make_stops(pair, asked.stop, asked.eos)
@@ -309,7 +320,7 @@ def _drafter(pair: Pair, asked: _Asked, requests: list[Request], settings: Setti
             confidence=asked.confidence,
             candidates=asked.candidates,
             processing=settings.processing,
-            capacity=capacity(requests, asked.gamma) if asked.fixed_shapes and requests else None,
+            capacity=None if not asked.fixed_shapes else _slots(pair, asked, requests, settings),
         )
     if not isinstance(chosen, Drafter):
         raise SpecDecError(
@@ -319,9 +330,14 @@ def _drafter(pair: Pair, asked: _Asked, requests: list[Request], settings: Setti
     return chosen
 
 
+def _slots(pair: Pair, asked: _Asked, requests: list[Request], settings: Settings) -> int:
+    control = settings.control or Fixed(settings.gamma)
+    return capacity(requests, control, asked.candidates, context_limit(pair.target))
+
+
 def _rule(name: str | None, policy: SamplingPolicy, candidates: int) -> Rule | None:
     exact = {"token": TOKEN, "block": BLOCK}
-    if name is not None and name not in exact:
+    if name is not None and (not isinstance(name, str) or name not in exact):
         raise SpecDecError(f"rule={name!r} is not possible: give token or block (temperature 0 has its own).")
     if candidates > 1 and name == "block":
         raise SpecDecError("rule='block' judges one candidate a position: use rule='token', or candidates=1.")
@@ -337,7 +353,7 @@ def _control(control: str | BlockLength, gamma: int) -> BlockLength:
     }
     if isinstance(control, BlockLength):
         return control
-    if control not in made:
+    if not isinstance(control, str) or control not in made:
         raise SpecDecError(f"control={control!r} is unknown: choose one of {', '.join(made)}, or a BlockLength.")
     return made[control]()
 
@@ -347,7 +363,7 @@ def make_stops(pair: Pair, strings: str | Sequence[str] = (), eos: Sequence[int]
     if eos is None:
         own = getattr(pair.target.generation_config, "eos_token_id", None)
         eos = [] if own is None else [own] if isinstance(own, int) else list(own)
-    if isinstance(eos, str) or not isinstance(eos, Iterable):
+    if isinstance(eos, (str, bytes, dict)) or not isinstance(eos, Iterable):
         raise SpecDecError(f"eos={eos!r} is not possible: give a list of token ids, [] for none.")
     eos = [whole("eos", i, 0, 2**31) for i in eos]
     texts = (strings,) if isinstance(strings, str) else tuple(strings) if isinstance(strings, Iterable) else (None,)

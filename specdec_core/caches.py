@@ -148,6 +148,11 @@ class ModelCache:
             raise SpecDecError(
                 f"Model type '{self.plan.kind}' keeps a recurrent state, which cannot branch: use candidates=1."
             )
+        if candidates > 1 and not branch_error(self.model) < _tolerance(self.model):
+            raise SpecDecError(
+                f"Model type '{self.plan.kind}' takes a token's position from its place in the cache, "
+                "so it cannot branch: use candidates=1."
+            )
 
     @property
     def lengths(self) -> list[int]:
@@ -589,11 +594,39 @@ def _rewind_fault(model: PreTrainedModel) -> str:
     except Exception as error:
         line = str(error).splitlines()[0] if str(error) else "no message"
         return f"cannot run on a row-wise cache ({type(error).__name__}: {line})"
-    if worst < (1e-4 if torch.finfo(model.dtype).bits > 16 else 5e-2):
+    if worst < _tolerance(model):
         return ""
     dtype = str(model.dtype).removeprefix("torch.")
     return (
         f"gives other logits after a rewind (relative error {worst:.1e} in {dtype}), so its output would not be exact"
+    )
+
+
+def _tolerance(model: PreTrainedModel) -> float:
+    return 1e-4 if torch.finfo(model.dtype).bits > 16 else 5e-2
+
+
+@torch.inference_mode()
+def branch_error(model: PreTrainedModel) -> float:
+    """Largest difference, relative to the largest logit, between plain passes and a pass that branches, and between
+    them once the branch has joined the text."""
+    vocab = model.config.get_text_config(decoder=True).vocab_size
+    ids = (torch.arange(7, device=model.device) * 7919 + 11) % vocab
+    text, spine, branch, after = ids[:4], ids[4], ids[5], ids[6]
+    cache = ModelCache(model, 1)
+    cache.extend(text[:3].unsqueeze(0))
+    # The pending token, a spine of two, and a branch beside each of the two.
+    sees = torch.eye(5, dtype=torch.bool, device=model.device)
+    sees[:, 0], sees[[2, 4], 1] = True, True
+    tree = Tree(torch.tensor([0, 1, 2, 1, 2], device=model.device), sees)
+    got = cache.extend(torch.stack([text[3], spine, after, branch, after]).unsqueeze(0), tree=tree)[0, 3]
+    cache.move([6], [4])  # the first branch, behind the pending token
+    cache.rewind([5])
+    then = cache.extend(after.view(1, 1))[0, 0]
+    plain = model(input_ids=torch.cat([text, branch.view(1), after.view(1)]).unsqueeze(0), use_cache=False).logits[0]
+    real = torch.isfinite(plain[4:6])
+    return float(
+        (torch.stack([got, then]) - plain[4:6])[real].abs().max() / plain[4:6][real].abs().max().clamp(min=1e-6)
     )
 
 

@@ -93,7 +93,7 @@ def commit(state: Decoding, request: Request, row: Row) -> Commit:
     if row.sound <= row.count:  # a position that this pass emits rests on it
         raise SpecDecError(
             f"The target's logits at position {request.length + row.sound} of request {request.id} hold NaN or "
-            "nothing finite: load its weights again, or use float32."
+            "nothing finite: load its weights again, use float32, or loosen the processors that forbid every token."
         )
     new = [*row.tokens[: row.count], *([row.branch] if row.branch >= 0 else []), row.token]
     budget = request.max_new_tokens - len(request.output)
@@ -112,8 +112,11 @@ def join_branches(state: Decoding, block: Block, rows: list[Row], columns: int) 
 
 
 def observed(block: Block, scores: Scores, commits: list[Commit], seconds: dict[str, float]) -> Observation:
-    rows = [(c.row.verified, c.accepted, len(c.kept), c.request.stop is not None) for c in commits]
-    return Observation(len(block.asked), scores.logits.shape[1], max(block.proposal.drafted), rows, seconds)
+    # What follows a kept branch was not judged, no more than what follows a stop.
+    cut = [c.request.stop is not None or c.row.branch >= 0 for c in commits]
+    rows = [(c.row.verified, c.accepted, len(c.kept), x) for c, x in zip(commits, cut, strict=True)]
+    columns, width = scores.logits.shape[1], block.tokens.shape[1]
+    return Observation(len(block.asked), columns, max(block.proposal.drafted), rows, seconds, width)
 
 
 def record(
@@ -131,7 +134,7 @@ def record(
         step=len(request.records),
         kind="prefill" if first else "speculative" if v else "ordinary",
         gamma=block.asked[row.index],
-        drafted=block.proposal.drafted[row.index],
+        drafted=max(block.proposal.drafted[row.index], v),
         verified=min(v, len(kept)) if request.stop else v,
         accepted=commit.accepted,
         emitted=tuple(kept),

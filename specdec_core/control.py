@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Literal
 
+from .errors import SpecDecError, number, whole
+
 Kind = Literal["target", "draft"]
 
 
@@ -35,12 +37,14 @@ class Observation:
     drafted: int
     rows: Sequence[tuple[int, int, int, bool]]
     seconds: Mapping[str, float]
+    width: int = 0  # positions of the block; with several candidates fewer than columns
 
 
 class BlockLength:
     """Chooses the block length of each pass. It sees acceptance and costs, never a token."""
 
     name = "block length"
+    widest = 64  # the longest block it may ever ask for; fixed shapes make room for it
 
     def plan(self, batch: int) -> Plan:
         raise NotImplementedError
@@ -56,6 +60,9 @@ class Fixed(BlockLength):
     gamma: int
     name = "fixed"
 
+    def __post_init__(self) -> None:
+        self.widest = whole("gamma", self.gamma, 0, 1024)
+
     def plan(self, batch: int) -> Plan:
         return Plan(self.gamma)
 
@@ -68,6 +75,9 @@ class Heuristic(BlockLength):
     gamma: int = 5
     most: int = 16
     name = "heuristic"
+
+    def __post_init__(self) -> None:
+        self.widest = max(whole("gamma", self.gamma, 1, 1024), whole("most", self.most, 1, 1024))
 
     def plan(self, batch: int) -> Plan:
         return Plan(self.gamma)
@@ -91,8 +101,16 @@ class Costs:
         self.given = table is not None
         self.seen: dict[tuple[Kind, int, int], deque[float]] = {}
         self.curves: dict[tuple[Kind, int], dict[int, float]] = {}  # by kind and batch: n -> median of the last nine
-        for (kind, batch, n), seconds in (table or {}).items():
-            self.curves.setdefault((kind, batch), {})[n] = seconds
+        for key, seconds in (table or {}).items():
+            if not isinstance(key, tuple) or len(key) != 3 or key[0] not in ("target", "draft"):
+                raise SpecDecError(
+                    f"Costs has no place for {key!r}: give ('target' or 'draft', batch, tokens) -> seconds."
+                )
+            batch, n = whole("batch", key[1], 1, 2**31), whole("tokens", key[2], 1, 2**31)
+            number("seconds", seconds, lambda s: 0 < s < float("inf"), "a number above 0")
+            self.curves.setdefault((key[0], batch), {})[n] = seconds
+        if table is not None and not any(kind == "target" for kind, _ in self.curves):
+            raise SpecDecError("Costs holds no target pass: give ('target', batch, tokens) -> seconds, or no table.")
 
     def add(self, kind: Kind, batch: int, n: int, seconds: float) -> None:
         if not self.given and seconds > 0:
@@ -107,19 +125,20 @@ class Costs:
         if n in curve or len(curve) > 1:
             return _on_line(curve, n)
         others = [b for k, b in self.curves if k == kind and b != batch]
-        if not curve and (kind == "target" or not others):
-            return None
+        if not curve and not (others and (self.given or kind == "draft")):
+            return 0.0 if self.given else None  # a given table without a draft says that drafting is free
         if not others:
             return _on_line(curve, n)
         shape = self.curves[kind, min(others, key=lambda b: abs(b - batch))]
         if not curve:
             return _on_line(shape, n)
         ((known, seconds),) = curve.items()
-        return seconds * _on_line(shape, n) / _on_line(shape, known)
+        return seconds * _on_line(shape, n) / max(_on_line(shape, known), 1e-12)
 
 
 def _on_line(curve: Mapping[int, float], n: int) -> float:
-    """Piecewise linear through the known points; beyond them the last piece goes on, never falling below it."""
+    """Piecewise linear through the known points; beyond them the last piece goes on, but never falls below its end, nor
+    below it in proportion to n."""
     if n in curve:
         return curve[n]
     known = sorted(curve)
@@ -128,7 +147,9 @@ def _on_line(curve: Mapping[int, float], n: int) -> float:
     right = next((i for i, m in enumerate(known) if m > n), len(known) - 1)
     a, b = known[max(right - 1, 0)], known[max(right, 1)]
     value = curve[a] + (curve[b] - curve[a]) * (n - a) / (b - a)
-    return value if a < n < b else max(value, curve[a if abs(a - n) < abs(b - n) else b] if n > b else 0.0)
+    if a < n < b:
+        return value
+    return max(value, curve[b]) if n > b else max(value, curve[a] * n / a)
 
 
 @dataclass
@@ -201,7 +222,14 @@ class Adaptive(BlockLength):
     after_whole: Acceptance = field(default_factory=Acceptance)
     otherwise: Acceptance = field(default_factory=Acceptance)
     whole: bool = False  # most rows kept their last block whole
+    candidates: int = 1  # seen in what the target is fed
     name = "adaptive"
+
+    def __post_init__(self) -> None:
+        self.widest = whole("most", self.most, 1, 1024)
+        whole("start", self.start, 1, 1024)
+        if not isinstance(self.costs, Costs):
+            raise SpecDecError(f"costs={self.costs!r} is not possible: give Costs(), or Costs of a table.")
 
     @property
     def acceptance(self) -> Acceptance:
@@ -218,6 +246,8 @@ class Adaptive(BlockLength):
         self.costs.add("target", seen.batch, seen.columns, sum(seen.seconds.values()) - seen.seconds["draft"])
         if seen.drafted:
             self.costs.add("draft", seen.batch, seen.drafted, seen.seconds["draft"])
+        if seen.width:
+            self.candidates = (seen.columns - 1) // seen.width
         estimate, judged = self.acceptance, [row for row in seen.rows if row[0]]
         for verified, accepted, _, stopped in judged:
             estimate.add(verified, accepted, stopped)
@@ -240,8 +270,9 @@ class Adaptive(BlockLength):
         )
 
     def _cost(self, batch: int, gamma: int) -> float:
-        draft, target = self.costs.get("draft", batch, gamma), self.costs.get("target", batch, gamma + 1)
-        return (draft or 0.0) + (target or 0.0)
+        draft = self.costs.get("draft", batch, gamma)
+        target = self.costs.get("target", batch, gamma * self.candidates + 1)
+        return max((draft or 0.0) + (target or 0.0), 1e-12)
 
 
 @dataclass
@@ -263,6 +294,13 @@ class Fallback(BlockLength):
     name = "fallback"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.inner, Adaptive):
+            raise SpecDecError(f"inner={self.inner!r} is not possible: give an Adaptive.")
+        number("deviations", self.deviations, lambda x: 0 <= x < 100, "a number from 0")
+        number("overhead", self.overhead, lambda x: 0 < x <= 1, "a share above 0, at most 1")
+        whole("probe", self.probe, 1, 10**6)
+        whole("rest", self.rest, 1, 10**6)
+        self.widest = self.inner.widest
         self.mode = "speculate"
         self.since = 0  # passes in this mode
         self.rows = 0
@@ -315,7 +353,7 @@ class Fallback(BlockLength):
         acceptance, costs = self.inner.acceptance, self.inner.costs
         wanted: list[tuple[Kind, int]] = [("draft", gamma), ("target", gamma + 1), ("target", 1)]
         draft, target, ordinary = (1e3 * (costs.get(kind, batch, n) or 0.0) for kind, n in wanted)
-        speed = acceptance.tokens(gamma)[gamma] * ordinary / (draft + target)
+        speed = acceptance.tokens(gamma)[gamma] * ordinary / max(draft + target, 1e-9)
         return (
             f"predicted {speed:.2f} of ordinary speed at γ={gamma} with {batch} rows: α̂ {acceptance.alpha:.2f} ± "
             f"{acceptance.spread:.2f}, draft {draft:.1f} ms, target {target:.1f} against {ordinary:.1f} ms"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from numbers import Integral, Real
 from typing import Any
 
@@ -28,6 +29,10 @@ def whole(name: str, value: Any, least: int, most: int) -> int:
 
 def number(name: str, value: Any, fits: Callable[[float], bool], want: str) -> float:
     """``value`` as a float that ``fits``; anything else is refused by name, saying what is wanted."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not fits(float(value)):
-        raise SpecDecError(f"{name}={value!r} is not possible: give {want}.")
-    return float(value)
+    if not isinstance(value, bool) and isinstance(value, Real):
+        with suppress(OverflowError):  # an int too long for a float
+            if fits(float(value)):
+                return float(value)
+    raise SpecDecError(
+        f"{name}={str(value)[:60] if isinstance(value, Real) else repr(value)} is not possible: give {want}."
+    )

@@ -59,9 +59,10 @@ class Guard:
             return None
         try:
             return call() if self.timeout is None else self._within_time(call)
-        except Exception as error:
-            first = str(error).splitlines()[0] if str(error) else "no message"
-            self.broken = f"draft raised in {what}: {type(error).__name__}: {first}"
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a draft may not end the run, whatever it raises
+            self.broken = f"draft raised in {what}: {type(error).__name__}: {_first_line(error)}"
             return None
 
     def _within_time(self, call: Callable[[], T]) -> T:
@@ -101,6 +102,8 @@ class Guard:
             wrong = self._not("branches", more, 3, torch.int64)
             if not wrong and tuple(more.shape) != (*tokens.shape, k - 1):
                 wrong = f"branches {tuple(more.shape)}, {(*tokens.shape, k - 1)} was asked"
+            if not wrong:
+                proposal.branches = more.clamp(0, self.vocab - 1) if more.numel() else None
         for name, law in (("q", q), ("belief", belief)):
             if not wrong and law is not None:
                 wrong = self._not(name, law, 3, None)
@@ -119,13 +122,23 @@ class Guard:
         if not isinstance(value, Tensor) or value.layout != torch.strided:
             return f"{name} of type {type(value).__name__}, a dense tensor was asked"
         kind = str(value.dtype).removeprefix("torch.")
-        if value.dtype != dtype if dtype is not None else not value.is_floating_point():
+        if value.dtype != dtype if dtype is not None else value.dtype not in _FLOATS:
             return f"{name} {tuple(value.shape)} {kind}, {'a float type' if dtype is None else 'int64'} was asked"
         if value.ndim != ndim:
             return f"{name} {tuple(value.shape)}, {ndim} dimensions were asked"
         if value.device.type != self.device.type:
             return f"{name} on {value.device}, {self.device} was asked"
         return ""
+
+
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def _first_line(error: BaseException) -> str:
+    try:
+        return str(error).splitlines()[0] if str(error) else "no message"
+    except Exception:
+        return "no message that can be read"
 
 
 def _are_counts(value: object, batch: int) -> bool:

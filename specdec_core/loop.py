@@ -35,6 +35,7 @@ def speculative_decoding(
 ) -> Iterator[list[StepRecord]]:
     """Decode with a draft. Yields the records of each target pass as its tokens are committed."""
     state = Decoding(target, requests, settings, drafter.candidates)
+    state.synthetic = bool(drafter.synthetic)
     guard = Guard(drafter, target.device, state.vocab, settings.draft_timeout)
     while admit(state, guard):
         if state.newcomers:
@@ -103,7 +104,7 @@ def prefill(state: Decoding, guard: Guard | None) -> list[StepRecord]:
     kept = accept_prefix(state, nothing, scores)
     records = repeat(state, nothing, scores, kept, resample(state, nothing, scores, kept), None)
     if guard:
-        guard.join([r.prompt for r in state.rows])
+        guard.join([list(r.prompt) for r in state.rows])
     if running:
         before.append(state.cache)
         state.cache, state.rows = before, running + state.rows
@@ -208,8 +209,7 @@ def repeat(
     started, seconds = state.clock.started, state.clock.seconds()
     if guard is not None:
         state.control.observe(observed(block, scores, commits, seconds))
-    synthetic = guard is not None and guard.drafter.synthetic
-    return [record(block, c, started, seconds, len(commits), synthetic) for c in commits]
+    return [record(block, c, started, seconds, len(commits), state.synthetic) for c in commits]
 
 
 def _judged(state: Decoding, logits: Tensor, block: Block) -> Scores:

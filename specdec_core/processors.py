@@ -11,8 +11,8 @@ import json
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields
+from functools import cached_property, lru_cache
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -93,10 +93,10 @@ class Processing:
             _check_kind(processor)
         object.__setattr__(self, "extra", tuple(self.extra))
 
-    @property
+    @cached_property
     def active(self) -> bool:
         """Whether anything acts at all; EOS ids alone do nothing."""
-        return replace(self, eos=()) != Processing()
+        return any(getattr(self, f.name) != f.default for f in fields(self) if f.name != "eos")
 
     def as_dict(self) -> dict[str, Any]:
         """For the lineage, in JSON's types."""

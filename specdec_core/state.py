@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .caches import ModelCache, Tree
+from .caches import ModelCache, Tree, context_limit
 from .control import BlockLength, Fixed
 from .drafters.base import Proposal
-from .errors import SpecDecError
+from .errors import SpecDecError, whole
 from .processors import Processing
 from .record import Clock, StepRecord
 from .sampling import RequestRandom, SamplingPolicy
@@ -83,13 +83,16 @@ class Decoding:
         self.newcomers: list[Request] = []
         self.waiting = deque(requests)
         self.control = settings.control or Fixed(settings.gamma)
-        self.capacity = capacity(requests, settings.gamma) if settings.fixed_shapes else None
+        whole("candidates", candidates, 1, min(self.vocab, 64))
+        limit = context_limit(target)
+        self.capacity = capacity(requests, self.control, candidates, limit) if settings.fixed_shapes else None
         self.cache = ModelCache(target, 0, self.capacity)  # refuses a model that would not be exact, before any token
         self.cache.allow(min(len(requests), settings.max_batch or len(requests)), candidates)
         settings.processing.check(self.vocab, target.device)
         if candidates > 1 and not settings.verification.branches:
             raise SpecDecError(f"rule '{settings.verification.name}' judges one candidate a position: use rule token.")
         self.coins = torch.zeros(0)
+        self.synthetic = False  # whether the draft is; every record says so
 
     @property
     def device(self) -> torch.device:
@@ -106,9 +109,10 @@ class Decoding:
         return None if limit is None else limit - request.length
 
 
-def capacity(requests: list[Request], gamma: int) -> int:
-    """Slots a row needs for the longest of these requests and a block behind it."""
-    return max(len(r.prompt) + r.max_new_tokens for r in requests) + gamma + 2
+def capacity(requests: list[Request], control: BlockLength, candidates: int, limit: int | None) -> int:
+    """Slots a row needs for the longest of these requests and the widest block behind it, branches included."""
+    longest = max((len(r.prompt) + r.max_new_tokens for r in requests), default=0)
+    return (longest if limit is None else min(longest, limit)) + control.widest * candidates + 2
 
 
 # --- a block on its way through a step --------------------------------------------------------------------

@@ -60,8 +60,10 @@ def next_law(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, 
     rounding) falls back on p, which is then the same law.
     """
     row = torch.arange(len(n), device=n.device)
-    bonus = p[row, n].double()
+    bonus = p[row, n] if rule is GREEDY else p[row, n].double()  # an order needs no more digits
     if tokens.shape[1] == 0:
+        return bonus
+    if rule is GREEDY:  # its residual is p itself, wherever the prefix ends
         return bonus
     residual = rule.residual(p, q, tokens, lengths, n.clamp(max=tokens.shape[1] - 1))
     take = (n < lengths) & (residual.sum(-1) > 0)

@@ -192,6 +192,16 @@ def test_a_character_whose_tokens_are_not_all_there_is_held_back():
         ({"control": "magic"}, "control"),
         ({"max_batch": 0}, "max_batch"),
         ({"candidates": 0}, "candidates"),
+        ({"gama": 4}, "gama"),
+        ({"processing": "x"}, "processing"),
+        ({"rule": ["token"], "temperature": 1.0}, "rule"),
+        ({"control": ["fixed"]}, "control"),
+        ({"speculate": "no"}, "speculate"),
+        ({"chat": "x"}, "chat"),
+        ({"eos": b"ab"}, "eos"),
+        ({"draft_timeout": float("inf")}, "draft_timeout"),
+        ({"temperature": 10**400}, "temperature"),
+        ({"candidates": 2, "drafter": "suffix"}, "candidates"),
     ],
 )
 def test_an_impossible_rule_control_or_batch_is_refused_by_name(pair, options, word):

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 from kit import ScriptedDrafter, block, decode, noisy_copy, tiny_llama
 
-from specdec_core import Adaptive, Fallback, Fixed, Heuristic, SamplingPolicy
+from specdec_core import Adaptive, Fallback, Fixed, Heuristic, SamplingPolicy, SpecDecError
 from specdec_core.control import Acceptance, Costs, Observation
 from specdec_core.drafters import ModelDrafter
 from specdec_core.loop import Settings
@@ -144,6 +144,60 @@ def test_a_streak_of_rejections_too_rare_to_be_chance_makes_it_forget():
         acceptance.add(4, 0, stopped=False)
     assert before > 0.9
     assert acceptance.alpha < 0.5
+
+
+def test_costs_between_and_beyond_the_known_sizes_are_never_nothing():
+    costs = Costs()
+    for batch, n, seconds in ((2, 4, 0.001), (2, 8, 0.003), (1, 2, 0.001)):
+        costs.add("draft", batch, n, seconds)
+    assert costs.get("draft", 1, 1) > 0
+    assert costs.get("draft", 2, 1) == pytest.approx(0.00025)
+
+
+def test_given_costs_serve_a_batch_size_that_they_do_not_name_and_a_draft_that_they_leave_out_is_free():
+    costs = Costs({("target", 1, 1): 1.0, ("target", 1, 5): 1.1})
+    assert costs.get("target", 2, 1) == 1.0
+    assert costs.get("draft", 2, 4) == 0.0
+    control = Adaptive(costs=costs)
+    assert control.plan(2).gamma > 0
+    dear = Fallback(Adaptive(costs=Costs({("target", 1, 1): 1.0, ("target", 1, 5): 50.0})))
+    world = World(alpha=0.5, slope=12.0)
+    world.run(dear, 60)
+    assert "off" in {plan.control for _, plan, _ in world.log}
+
+
+def test_several_candidates_are_charged_for_the_columns_they_take():
+    control = Adaptive(costs=Costs({("target", 1, 1): 1.0, ("target", 1, 13): 2.0, ("draft", 1, 4): 0.1}))
+    seconds = dict.fromkeys(STAGES, 0.1)
+    control.observe(Observation(1, 13, 4, [(4, 4, 5, False)], seconds, width=4))
+    assert control.candidates == 3
+    assert control._cost(1, 4) == pytest.approx(0.1 + 2.0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Fixed(-3),
+        lambda: Fixed("x"),
+        lambda: Heuristic("a"),
+        lambda: Adaptive(most=0),
+        lambda: Adaptive(costs={}),
+        lambda: Fallback(inner=None),
+        lambda: Fallback(overhead=0),
+        lambda: Fallback(probe=0),
+        lambda: Fallback(deviations=float("nan")),
+        lambda: Costs({("x", 1, 1): 1.0}),
+        lambda: Costs({("target", "1", 1): 1.0}),
+        lambda: Costs({("target", 1, 1): 0.0}),
+        lambda: Costs({("target", 1, 1): float("nan")}),
+        lambda: Costs({("draft", 1, 1): 1.0}),
+        lambda: Costs({}),
+    ],
+)
+def test_a_control_that_makes_no_sense_is_refused_in_one_line(make):
+    with pytest.raises(SpecDecError) as error:
+        make()
+    assert "\n" not in str(error.value)
 
 
 # --- two-way fallback -------------------------------------------------------------------------------------

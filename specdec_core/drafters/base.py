@@ -64,7 +64,7 @@ class Drafter:
         """Forget everything: no row is held."""
 
     def join(self, sequences: Sequence[Sequence[int]]) -> None:
-        """New rows, behind those that are held; each with its committed tokens."""
+        """New rows, behind those that are held; each with its prompt."""
 
     def keep(self, rows: Sequence[int]) -> None:
         """Only these rows go on, in this order; the others have left."""

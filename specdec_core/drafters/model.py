@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..caches import ModelCache
+from ..errors import number, whole
 from ..processors import Processing
 from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary
 from .base import Drafter, Proposal
@@ -41,6 +42,8 @@ class ModelDrafter(Drafter):
         processing: Processing | None = None,
         capacity: int | None = None,
     ):
+        number("confidence", confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
+        whole("candidates", candidates, 1, min(vocab, 64))
         self.model, self.policy, self.vocab, self.confidence = model, policy, vocab, confidence
         self.candidates, self.processing, self.capacity = candidates, processing or Processing(), capacity
         self.known = min(vocab, int(model.config.get_text_config(decoder=True).vocab_size))
@@ -84,7 +87,10 @@ class ModelDrafter(Drafter):
         for i in range(width):
             drafted = torch.stack([c[:, 0] for c in columns], 1) if columns else lengths.new_zeros(len(room), 0)
             law, belief = self._laws(logits, sequences, drafted)
-            going = going & (belief.amax(-1) >= self.confidence) if self.confidence else going
+            # No law where processors forbid all that the draft knows; nothing behind a token that it does not know.
+            going = going & torch.isfinite(belief.amax(-1)) & (belief.amax(-1) >= self.confidence)
+            if columns and self.known < self.vocab:
+                going = going & (columns[-1][:, 0] < self.known)
             lengths += going
             columns.append(self._pick(law, belief, u[:, i * self.candidates : (i + 1) * self.candidates]))
             laws.append(law)
@@ -93,7 +99,7 @@ class ModelDrafter(Drafter):
             if self.confidence and device.type == "cpu" and not going.any():
                 break
             if i + 1 < width:
-                logits = self.cache.extend(columns[-1][:, :1])
+                logits = self.cache.extend(columns[-1][:, :1].clamp(max=self.known - 1))
         # Rows with less room than the widest ran along for the shape's sake: what they drafted beyond it is no text.
         self.sound = [b + min(len(columns), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)]
         tokens = torch.stack(columns, 1)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..errors import whole
 from .base import Drafter, Proposal
 
 
@@ -22,6 +23,7 @@ class PromptLookupDrafter(Drafter):
 
     def __init__(self, device: torch.device | str = "cpu", ngram_max: int = 3, ngram_min: int = 1):
         self.device = torch.device(device)
+        whole("ngram_min", ngram_min, 1, whole("ngram_max", ngram_max, 1, 2**31))
         self.ngram_max, self.ngram_min = ngram_max, ngram_min
 
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:

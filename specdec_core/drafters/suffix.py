@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ..errors import number, whole
 from .base import Drafter, Proposal
 
 
@@ -77,6 +78,10 @@ class SuffixDrafter(Drafter):
         threshold: float = 0.1,
         memory: int = 10_000,
     ):
+        number("factor", factor, lambda x: 0 < x < 2**31, "a number above 0")
+        number("threshold", threshold, lambda x: 0 <= x <= 1, "a probability")
+        whole("memory", memory, 0, 2**62)
+        whole("depth", depth, 1, 2**31)
         self.device, self.depth, self.factor, self.threshold = torch.device(device), depth, factor, threshold
         self.memory, self.shared, self.outputs = memory, Node(), deque[list[int]]()
         self.rows: list[Row] = []

@@ -329,6 +329,8 @@ def read_pair(path_or_name: str | Path, **overrides: Any) -> PairSpec:
     Looks for the path as given, then from the project root, then for the bare name in ``params/models``.
     Raises SpecDecError that names the file, the key and what is allowed.
     """
+    if not isinstance(path_or_name, (str, Path)):
+        raise SpecDecError(f"The pair is a {type(path_or_name).__name__}: give a YAML file, or the name of one.")
     path = _pair_path(path_or_name)
     try:
         loaded = yaml.safe_load(path.read_text(encoding="utf-8"))

@@ -18,10 +18,11 @@ from transformers import (
 )
 
 from specdec_core import SamplingPolicy, SpecDecError
-from specdec_core.caches import ModelCache, rewind_error, context_limit
-from specdec_core.drafters import CompositeDrafter, ModelDrafter, PromptLookupDrafter, reduced_head
-from specdec_core.lab.architectures import tiny
-from specdec_core.loop import Request, Settings, ordinary_decoding, speculative_decoding
+from specdec_core.caches import ModelCache, branch_error, context_limit, rewind_error
+from specdec_core.control import Adaptive, Fallback, Fixed, Heuristic
+from specdec_core.drafters import CompositeDrafter, Drafter, ModelDrafter, PromptLookupDrafter, Proposal, reduced_head
+from specdec_core.lab.architectures import VOCAB, tiny
+from specdec_core.loop import Request, Settings, capacity, ordinary_decoding, speculative_decoding
 from specdec_core.sampling import RequestRandom
 from specdec_core.stops import Stops
 
@@ -366,7 +367,7 @@ def test_a_head_that_is_cut_passes_the_self_check_on_what_is_left_of_it():
 
 
 def test_c5_a_model_that_takes_one_position_for_all_rows_runs_alone_and_is_refused_in_a_batch():
-    """Llama 4 scales attention by a position that it reads off the cache; with real settings only behind 8,192 tokens."""
+    """Llama 4 scales attention by a position read off the cache; with real settings only behind 8,192 tokens."""
     target = tiny("llama4_text")
     (alone,) = decode(target, [LONG], PromptLookupDrafter(), 24)
     text = list(LONG)
@@ -381,3 +382,78 @@ def test_c5_a_model_that_takes_one_position_for_all_rows_runs_alone_and_is_refus
     ):
         with pytest.raises(SpecDecError, match="llama4_text"):
             decode(target, requests, drafter, 5, settings)
+
+
+class SecondIsRight(Drafter):
+    """At one position of the block the first candidate is wrong and a branch is the truth; all others are right."""
+
+    def __init__(self, truth, gamma, k, bad, at):
+        self.truth, self.gamma, self.candidates, self.bad, self.at = truth, gamma, k, bad, at
+
+    def propose(self, sequences, room, u):
+        (text,), (r,) = sequences, room
+        true = self.truth[len(text) : len(text) + r]
+        spine = torch.tensor([[(t + 1) % 64 if i == self.bad else t for i, t in enumerate(true)]])
+        branches = (spine.unsqueeze(-1) + 2 + torch.arange(self.candidates - 1)) % 64
+        if self.bad < len(true):
+            branches[0, self.bad, self.at] = true[self.bad]
+        return Proposal(spine, torch.tensor([len(true)]), None, [len(true)], branches=branches)
+
+
+@pytest.mark.parametrize("fixed", [False, True])
+@pytest.mark.parametrize(("gamma", "k"), [(3, 2), (3, 4), (4, 4), (5, 3), (8, 5)])
+def test_a_branch_joins_the_text_with_its_own_keys_also_where_shapes_are_fixed(fixed, gamma, k):
+    target = tiny_llama()
+    (base,) = decode(target, [SHORT], tokens=14)
+    truth = base.committed
+    for bad in range(0, gamma, 2):
+        for at in {0, k - 2}:
+            drafter = SecondIsRight(truth, gamma, k, bad, at)
+            (ours,) = decode(target, [SHORT], drafter, 14, Settings(gamma=gamma, fixed_shapes=fixed))
+            assert ours.output == base.output
+            assert sum(r.rejected for r in ours.records) == 0
+            assert all(r.control in ("baseline", "speculate", "idle") for r in ours.records)
+
+
+@pytest.mark.parametrize("control", [Heuristic(4), Adaptive(most=6), Fallback(Adaptive(most=6))])
+def test_fixed_shapes_make_room_for_the_widest_block_that_a_control_may_ask_for(control):
+    target = tiny_llama()
+    (base,) = decode(target, [SHORT], tokens=40)
+    drafter = ModelDrafter(target, GREEDY, 64, candidates=2)
+    (ours,) = decode(target, [SHORT], drafter, 40, Settings(control=control, fixed_shapes=True))
+    assert ours.output == base.output
+
+
+def test_fixed_shapes_are_no_longer_than_the_context_and_an_empty_list_needs_none():
+    request = Request(0, [1, 2], 10**9, RequestRandom(0))
+    assert capacity([request], Fixed(4), 1, 256) == 256 + 4 + 2
+    assert capacity([], Fixed(4), 1, None) == 6
+
+
+def test_a_model_whose_bias_follows_the_place_in_the_cache_does_not_branch():
+    mpt = tiny("mpt")
+    (base,) = decode(mpt, [LONG], tokens=20)
+    assert decode(mpt, [LONG], ModelDrafter(mpt, GREEDY, VOCAB), 20)[0].output == base.output
+    with pytest.raises(SpecDecError, match="mpt"):
+        decode(mpt, [LONG], ModelDrafter(mpt, GREEDY, VOCAB, candidates=2), 20)
+    assert branch_error(tiny_llama()) < 1e-5
+
+
+def test_a_drafter_that_writes_into_what_it_is_given_does_not_change_the_text():
+    class Scribbler(Drafter):
+        def join(self, sequences):
+            self.kept = sequences
+
+        def propose(self, sequences, room, u):
+            for text in [*self.kept, *sequences]:
+                text.append(3)
+            u.fill_(0.5)
+            room[:] = [0] * len(room)
+            return block([1], [1])
+
+    target = tiny_llama(scale=0.05)
+    for policy in (GREEDY, SamplingPolicy(1.0)):
+        requests = decode(target, [SHORT, LONG], Scribbler(), 12, Settings(gamma=1, policy=policy))
+        assert [r.prompt for r in requests] == [SHORT, LONG]
+        if policy.greedy:
+            assert [r.output for r in requests] == [decode(target, [p], tokens=12)[0].output for p in (SHORT, LONG)]

@@ -8,6 +8,8 @@ import pytest
 import torch
 from kit import ScriptedDrafter, block, decode, tiny_llama
 
+from specdec_core import Processing, SamplingPolicy, SpecDecError
+from specdec_core.drafters import ModelDrafter, Proposal
 from specdec_core.loop import Settings
 
 PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -153,3 +155,87 @@ def test_g7_what_is_synthetic_is_labelled_in_every_record_and_in_the_run(tmp_pat
             run.log_records(records, "all")
         tags = run.store.client.get_run(run.id).data.tags
         assert (tags.get("synthetic") == "true") == labelled
+
+
+class Unspeakable(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def several(**changes):
+    """A sound proposal of two candidates a position, with one thing changed."""
+
+    def propose(step, sequences, room):
+        width = max(room)
+        sound = {
+            "tokens": torch.ones(1, width, dtype=torch.int64),
+            "lengths": torch.tensor([width]),
+            "q": torch.full((1, width, 64), 1 / 64),
+            "drafted": [width],
+            "branches": torch.full((1, width, 1), 2),
+        }
+        return Proposal(**(sound | {k: v(width) for k, v in changes.items()}))
+
+    return propose
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"branches": lambda g: torch.full((1, g, 1), 999)},
+        {"branches": lambda g: torch.full((1, g, 1), -1)},
+        {"branches": lambda g: torch.ones(1, g, 0, dtype=torch.int64)},
+        {"branches": lambda g: torch.ones(1, g, 3, dtype=torch.int64)},
+        {"branches": lambda g: torch.ones(1, g, 1)},
+        {
+            "tokens": lambda g: torch.ones(1, 0, dtype=torch.int64),
+            "lengths": lambda g: torch.tensor([0]),
+            "q": lambda g: None,
+            "branches": lambda g: torch.ones(1, 0, 1, dtype=torch.int64),
+        },
+        {"q": lambda g: torch.full((1, g, 64), 1 / 64).to(torch.float8_e4m3fn)},
+        {"drafted": lambda g: [0]},
+    ],
+)
+def test_g5_branches_and_laws_of_the_wrong_kind_change_nothing_but_the_record(change, temperature):
+    target, settings = tiny_llama(), Settings(gamma=3, policy=SamplingPolicy(temperature))
+    drafter = ScriptedDrafter(several(**change))
+    drafter.candidates = 2
+    (ours,) = decode(target, [PROMPT], drafter, 15, settings)
+    assert len(ours.output) == 15
+    assert all(r.accepted <= r.verified <= r.drafted for r in ours.records)
+    if temperature == 0:
+        assert ours.output == decode(target, [PROMPT], tokens=15)[0].output
+
+
+@pytest.mark.parametrize("error", [Unspeakable, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("timeout", [None, 5.0])
+def test_g5_whatever_a_draft_raises_the_run_goes_on(error, timeout):
+    def script(step, sequences, room):
+        raise error
+
+    target = tiny_llama()
+    (ours,) = decode(target, [PROMPT], ScriptedDrafter(script), 15, Settings(gamma=3, draft_timeout=timeout))
+    assert ours.output == decode(target, [PROMPT], tokens=15)[0].output
+    assert any(error.__name__ in r.reason for r in ours.records)
+
+
+@pytest.mark.parametrize("candidates", [0, -2, 1.5, None, "2", 10**6])
+def test_a_number_of_candidates_that_is_none_is_refused_by_name(candidates):
+    drafter = ScriptedDrafter(several())
+    drafter.candidates = candidates
+    with pytest.raises(SpecDecError, match="candidates"):
+        decode(tiny_llama(), [PROMPT], drafter, 5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_stops_behind_a_token_that_it_does_not_know_or_where_processors_leave_it_none(temperature):
+    target, policy = tiny_llama(), SamplingPolicy(temperature)
+    for processing in (Processing(forced=((3, 60),)), Processing(suppress=tuple(range(48)))):
+        small = tiny_llama(0, vocab=48)
+        drafter = ModelDrafter(small, policy, 64, processing=processing)
+        settings = Settings(gamma=4, policy=policy, processing=processing)
+        (ours,) = decode(target, [PROMPT], drafter, 15, settings)  # decode() refuses a shipped drafter that breaks
+        (base,) = decode(target, [PROMPT], None, 15, settings)
+        assert ours.output == base.output or temperature
