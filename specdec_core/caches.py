@@ -41,6 +41,7 @@ class RowLengths:
         self.lengths = [0] * batch
         self.fixed = fixed  # slots a row, where shapes must not change
         self.end = 0  # one past the last slot that the pass under way may see
+        self.index: Tensor | None = None  # [B, 1] row numbers, to go with the slots
         self.slots: Tensor | None = None  # [B, n] written by that pass; None when rows agree: the last n before end
 
     def capacity(self) -> int:
@@ -79,9 +80,8 @@ class RowLayer(CacheLayerMixin):
             keys[:, :, start : self.rows.end] = key_states
             values[:, :, start : self.rows.end] = value_states
         else:
-            row = torch.arange(keys.shape[0], device=keys.device).unsqueeze(1)
-            keys[row, :, self.rows.slots] = key_states.transpose(1, 2)
-            values[row, :, self.rows.slots] = value_states.transpose(1, 2)
+            keys[self.rows.index, :, self.rows.slots] = key_states.transpose(1, 2)
+            values[self.rows.index, :, self.rows.slots] = value_states.transpose(1, 2)
         return keys[:, :, : self.rows.end], values[:, :, : self.rows.end]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -127,7 +127,7 @@ class ModelCache:
     def __init__(self, model: PreTrainedModel, batch: int, capacity: int | None = None):
         self.plan = plan_of(model)
         check_rewindable(model)
-        self.model, self.rows = model, RowLengths(batch, capacity)
+        self.model, self.dtype, self.rows = model, model.dtype, RowLengths(batch, capacity)
         self.layers = [make(self.rows) for make in self.plan.layers]
         self.cache = Cache(layers=list(self.layers))
         self.limit = context_limit(model)
@@ -256,6 +256,7 @@ class ModelCache:
             slots = slots.clamp(max=self.rows.fixed - 1)
         positions = slots if tree is None else start.unsqueeze(1) + tree.depth
         self.rows.slots = slots if rowwise else None
+        self.rows.index = torch.arange(len(tokens), device=tokens.device).unsqueeze(1)
         inputs: dict[str, Any] = {"input_ids": tokens, "cache": self.cache, "use_cache": True}
         # Padding may run over the edge of the context.
         inputs["position_ids"] = positions if self.limit is None else positions.clamp(max=self.limit - 1)
@@ -281,8 +282,8 @@ class ModelCache:
         masks: dict[str, Tensor | None] = {}
         for kind, near in self.plan.windows.items():
             visible = seen if near is None else seen & near(positions.unsqueeze(-1), where)
-            blank = torch.zeros(visible.shape, dtype=self.model.dtype, device=start.device)
-            masks[kind] = blank.masked_fill_(~visible, torch.finfo(self.model.dtype).min).unsqueeze(1)
+            blank = torch.zeros(visible.shape, dtype=self.dtype, device=start.device)
+            masks[kind] = blank.masked_fill_(~visible, torch.finfo(self.dtype).min).unsqueeze(1)
         if len(masks) < 2:
             return next(iter(masks.values()), None)
         return {**masks, "linear_attention": None, "conv": None}

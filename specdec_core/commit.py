@@ -69,8 +69,12 @@ def _diagnostics(block: Block, scores: Scores) -> list[Tensor]:
     at, g = block.tokens.unsqueeze(-1), block.tokens.shape[1]
     p = scores.p[:, : g + 1] if scores.p is not None else scores.logits[:, : g + 1].softmax(-1)
     q = block.q if scores.p is not None or block.proposal.belief is None else block.proposal.belief
-    p_at, q_at = ((law.gather(-1, at).squeeze(-1) if g else block.tokens) for law in (p[:, :g], q))
-    p_entropy, q_entropy = (torch.special.entr(law).sum(-1) for law in (p, q))
+    p_at = p[:, :g].gather(-1, at).squeeze(-1) if g else block.tokens
+    p_entropy = torch.special.entr(p).sum(-1)
+    if q is None:  # chosen: one-hot
+        q_at, q_entropy = torch.ones_like(block.tokens), torch.zeros_like(block.tokens)
+    else:
+        q_at, q_entropy = q.gather(-1, at).squeeze(-1), torch.special.entr(q).sum(-1)
     return [x.double() for x in (p_at, q_at, p_entropy, q_entropy, p.argmax(-1))]
 
 

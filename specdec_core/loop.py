@@ -24,7 +24,7 @@ from .guard import EMPTY_BLOCK, Guard
 from .record import StepRecord
 from .sampling import distribution, draw
 from .state import Block, Decoding, Kept, Request, Scores, Settings, branch_column, capacity, comb, one_hot
-from .verify import accept, first_invalid, next_law, try_branches
+from .verify import GREEDY, accept, first_invalid, next_law, try_branches
 
 __all__ = ["Request", "Settings", "capacity", "ordinary_decoding", "speculative_decoding"]
 
@@ -134,9 +134,13 @@ def draft(state: Decoding, guard: Guard) -> Block:
         else:
             proposal = guard.propose([r.committed for r in state.rows], asked, state.coins[:, 2 + (k > 1) :])
         tokens = proposal.tokens.clamp(0, guard.vocab - 1)
-        q = one_hot(tokens, guard.vocab) if proposal.q is None else proposal.q
+        known = (proposal.tokens == tokens).int().cumprod(1).sum(1)  # tokens before the first outside the vocabulary
         proposal.lengths = torch.minimum(proposal.lengths, torch.tensor(asked, device=state.device)).clamp(min=0)
-        lengths = first_invalid(q, proposal.tokens, proposal.lengths)
+        lengths, q = torch.minimum(proposal.lengths, known), proposal.q
+        if q is None and state.settings.verification is not GREEDY:  # which reads none
+            q = one_hot(tokens, guard.vocab)
+        if q is not None:
+            lengths = first_invalid(q, proposal.tokens, lengths)
     failed = max(asked) > 0 and (bool(guard.broken) or proposal.note == EMPTY_BLOCK)
     control = "degraded" if failed else plan.control if tokens.shape[1] else "idle"
     return Block(proposal, asked, tokens, lengths, q, control, proposal.note or plan.reason)
@@ -169,7 +173,7 @@ def accept_prefix(state: Decoding, block: Block, scores: Scores) -> Kept:
         if block.branches is None:
             return Kept(count, None, law)
         row, at = torch.arange(len(count), device=count.device), count.clamp(max=g - 1)
-        q = None if block.proposal.q is None else block.q[row, at]
+        q = None if block.proposal.q is None or block.q is None else block.q[row, at]
         branch, left = try_branches(rule, law, q, tokens[row, at], block.branches[row, at], state.coins[:, 2])
         whole = count >= lengths
         none = block.branches.shape[2]

@@ -43,6 +43,8 @@ class SamplingPolicy:
 def fit_vocabulary(logits: Tensor, vocab: int) -> Tensor:
     """``[..., V']`` -> ``[..., vocab]``: surplus logits dropped, missing ones -inf. Done *before* a law is made of
     them, so that the law lives on the target's vocabulary and sums to 1 there."""
+    if logits.shape[-1] == vocab:
+        return logits
     logits = logits[..., :vocab]
     return torch.nn.functional.pad(logits, (0, vocab - logits.shape[-1]), value=-torch.inf)
 

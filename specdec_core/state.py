@@ -78,6 +78,7 @@ class Decoding:
 
     def __init__(self, target: PreTrainedModel, requests: list[Request], settings: Settings, candidates: int = 1):
         self.target, self.settings, self.clock = target, settings, Clock(target.device)
+        self.device = target.device
         self.vocab = int(target.config.get_text_config(decoder=True).vocab_size)
         self.rows: list[Request] = []
         self.newcomers: list[Request] = []
@@ -93,10 +94,6 @@ class Decoding:
             raise SpecDecError(f"rule '{settings.verification.name}' judges one candidate a position: use rule token.")
         self.coins = torch.zeros(0)
         self.synthetic = False  # whether the draft is; every record says so
-
-    @property
-    def device(self) -> torch.device:
-        return self.target.device
 
     def toss(self, count: int) -> None:
         """New coins ``[B, count]`` float64 for every row, always as many for each, so that a row's stream does not
@@ -126,14 +123,14 @@ class Block:
     asked: list[int]
     tokens: Tensor  # [B, g]
     lengths: Tensor  # [B], the proposal's lengths cut at its first invalid row
-    q: Tensor  # [B, g, V]
+    q: Tensor | None  # [B, g, V]; None for chosen tokens under the greedy rule, which reads none
     control: str
     reason: str
 
     @staticmethod
     def empty(batch: int, device: torch.device, control: str = "baseline", reason: str = "") -> Block:
         none = Proposal.nothing(batch, device, reason)
-        return Block(none, [0] * batch, none.tokens, none.lengths, none.tokens.unsqueeze(-1), control, reason)
+        return Block(none, [0] * batch, none.tokens, none.lengths, None, control, reason)
 
     @property
     def branches(self) -> Tensor | None:

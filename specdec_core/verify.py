@@ -14,13 +14,14 @@ Where several candidates stand at a position, those behind the first are tried a
 (``try_branches``), each against what the rejected ones left of p.
 
 Shapes: ``p [B, g+1, V]``, ``q [B, g, V]``, ``tokens [B, g]``, ``lengths [B]`` (how many of the g are real in
-each row; the rest is padding and is never accepted). Ratios and products run in float64.
+each row; the rest is padding and is never accepted). Ratios and products run in float64. The greedy rule reads no q.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -42,17 +43,17 @@ class Rule:
     branches: bool = False
 
 
-def accept(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, u: Tensor) -> Tensor:
+def accept(rule: Rule, p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, u: Tensor) -> Tensor:
     """How many drafted tokens each row keeps: ``[B]`` int64, between 0 and ``lengths``."""
     g = tokens.shape[1]
     if g == 0:
         return torch.zeros_like(lengths)
     real = torch.arange(g, device=tokens.device) < lengths.unsqueeze(1)
-    survival = rule.survival(p, q, tokens, lengths) * real
+    survival = rule.survival(p, cast(Tensor, q), tokens, lengths) * real
     return (u.unsqueeze(1) < survival).sum(1)
 
 
-def next_law(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
+def next_law(rule: Rule, p: Tensor, q: Tensor | None, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
     """The weights ``[B, V]`` of the token after the accepted prefix.
 
     After a rejection that is the rule's residual at the rejected position; after a block accepted whole it is
@@ -65,7 +66,7 @@ def next_law(rule: Rule, p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, 
         return bonus
     if rule is GREEDY:  # its residual is p itself, wherever the prefix ends
         return bonus
-    residual = rule.residual(p, q, tokens, lengths, n.clamp(max=tokens.shape[1] - 1))
+    residual = rule.residual(p, cast(Tensor, q), tokens, lengths, n.clamp(max=tokens.shape[1] - 1))
     take = (n < lengths) & (residual.sum(-1) > 0)
     return torch.where(take.unsqueeze(-1), residual, bonus)
 

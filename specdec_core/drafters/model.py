@@ -149,7 +149,10 @@ class ModelDrafter(Drafter):
             logits = self.processing.process_block(logits, sequences, self.prompts, drafted)
         plain = SamplingPolicy(temperature=1.0)
         belief = distribution(logits[:, 0], plain)
-        return (belief if self.policy == plain else distribution(logits[:, 0], self.policy)), belief
+        # Greedy needs an order alone, which the law at temperature 1 has too, but for ties that rounding makes.
+        if self.policy == plain or self.policy.greedy:
+            return (logits[:, 0] if self.policy.greedy else belief), belief
+        return distribution(logits[:, 0], self.policy), belief
 
     def _pick(self, law: Tensor, belief: Tensor, u: Tensor) -> Tensor:
         """``[B, k]`` candidates: the likeliest when greedy, else drawn from the law without those before."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..errors import SpecDecError, number
-from ..sampling import SamplingPolicy, draw
+from ..sampling import SamplingPolicy, distribution, draw
 from .base import Drafter, Proposal
 from .composite import Parts
 from .model import ModelDrafter
@@ -99,9 +99,11 @@ class _Blend(ModelDrafter):
 
     def _laws(self, logits: Tensor, sequences: Sequence[Sequence[int]], drafted: Tensor) -> tuple[Tensor, Tensor]:
         a = _rate(self.acceptance, drafted.shape[1])
+        law, belief = super()._laws(logits, sequences, drafted)
+        if self.policy.greedy:  # an order only, of which the blend makes a law
+            law = distribution(law, self.policy)
         law, belief = (
-            a * x + (1 - a) * torch.zeros_like(x).scatter(-1, x.argmin(-1, keepdim=True), 1.0)
-            for x in super()._laws(logits, sequences, drafted)
+            a * x + (1 - a) * torch.zeros_like(x).scatter(-1, x.argmin(-1, keepdim=True), 1.0) for x in (law, belief)
         )
         return law, belief
 

@@ -158,6 +158,20 @@ def doctor() -> None:
 
 
 @app.command()
+def bench(
+    pair: Annotated[str, typer.Option(help="Pair of target and draft: a YAML file, or its name.")] = "smollm2",
+    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,2,4,8",
+    prompts: Annotated[int, typer.Option(min=1, help="Groups of prompts at batch 1; fewer, but 3, at larger.")] = 6,
+    tokens: Annotated[int, typer.Option(min=16, help="Length of the texts on which controls are judged.")] = 48,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto; else the pair's own.")] = None,
+) -> None:
+    """Measure what the loop itself costs, arms interleaved; the table is a run in MLflow."""
+    from .bench import command
+
+    command(pair, batches, prompts, tokens, dtype)
+
+
+@app.command()
 def mutants() -> None:
     """Plant known faults in the loop, one at a time, and show which check catches each."""
     from .mutants import command
