@@ -116,7 +116,9 @@ def walk(recorded: Recorded, policy: BlockLength, costs: Costs, batch: int | Seq
 
     @cache
     def price(kind: Kind, rows: int, n: int) -> float:
-        if (seconds := costs.get(kind, rows, n) if n else 0.0) is None:
+        # Costs that are given serve other batches too, by the nearest: good for a control, not for a clock.
+        seconds = (costs.get(kind, rows, n) if (kind, rows) in costs.curves else None) if n else 0.0
+        if seconds is None:
             raise SpecDecError(f"The costs do not tell {kind} passes with {rows} rows: give a curve of that batch.")
         return seconds
 
