@@ -236,4 +236,6 @@ def command(
     shown = Table(*columns, title=run.name)
     for row in rows:
         shown.add_row(*(f"{row[k]:.3g}" if isinstance(row[k], float) else str(row[k]) for k in columns))
-    Console().print(shown, said, run_link(run.store, run.id), sep="\n", soft_wrap=True, markup=False)
+    console = Console()
+    console.width = max(console.width, 130)  # in a log too a row of the table is a line
+    console.print(shown, said, run_link(run.store, run.id), sep="\n", soft_wrap=True, markup=False)
