@@ -148,7 +148,9 @@ class ModelCache:
             raise SpecDecError(
                 f"Model type '{self.plan.kind}' keeps a recurrent state, which cannot branch: use candidates=1."
             )
-        if candidates > 1 and not branch_error(self.model) < _tolerance(self.model):
+        if candidates > 1 and self.model not in _branches:
+            _branches[self.model] = branch_error(self.model)  # once a model
+        if candidates > 1 and not _branches[self.model] < _tolerance(self.model):
             raise SpecDecError(
                 f"Model type '{self.plan.kind}' takes a token's position from its place in the cache, "
                 "so it cannot branch: use candidates=1."
@@ -567,6 +569,7 @@ def _windows(config: Any, layers: Sequence[Any], size: int) -> dict[str, Window 
 
 _checked: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 _stepwise: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+_branches: WeakKeyDictionary[PreTrainedModel, float] = WeakKeyDictionary()
 
 
 def check_rewindable(model: PreTrainedModel) -> None:

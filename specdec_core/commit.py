@@ -65,7 +65,7 @@ def read(state: Decoding, block: Block, scores: Scores, kept: Kept, token: Tenso
 
 
 def _diagnostics(block: Block, scores: Scores) -> list[Tensor]:
-    """p and q at the drafted tokens, both entropies and the target's preference, in the order of ``_read``."""
+    """p and q at the drafted tokens, both entropies and the target's preference, in the order of ``read``."""
     at, g = block.tokens.unsqueeze(-1), block.tokens.shape[1]
     p = scores.p[:, : g + 1] if scores.p is not None else scores.logits[:, : g + 1].softmax(-1)
     q = block.q if scores.p is not None or block.proposal.belief is None else block.proposal.belief
@@ -101,7 +101,8 @@ def commit(state: Decoding, request: Request, row: Row) -> Commit:
         )
     new = [*row.tokens[: row.count], *([row.branch] if row.branch >= 0 else []), row.token]
     budget = request.max_new_tokens - len(request.output)
-    kept, request.stop = state.settings.stops.cut(request.output, new, budget, state.room(request))
+    kept, stop = state.settings.stops.cut(request.output, new, budget, state.room(request))
+    request.stop = request.stop or stop  # cancelled meanwhile, by another thread: that stands
     request.output += kept
     return Commit(request, row, kept)
 

@@ -173,7 +173,7 @@ def accept_prefix(state: Decoding, block: Block, scores: Scores) -> Kept:
         if block.branches is None:
             return Kept(count, None, law)
         row, at = torch.arange(len(count), device=count.device), count.clamp(max=g - 1)
-        q = None if block.proposal.q is None or block.q is None else block.q[row, at]
+        q = None if block.proposal.q is None else block.proposal.q[row, at]
         branch, left = try_branches(rule, law, q, tokens[row, at], block.branches[row, at], state.coins[:, 2])
         whole = count >= lengths
         none = block.branches.shape[2]
@@ -186,7 +186,7 @@ def resample(state: Decoding, block: Block, scores: Scores, kept: Kept) -> Tenso
     with state.clock("resample"):
         law = kept.law
         if block.branches is not None and kept.branch is not None:
-            column = branch_column(block, kept).clamp(max=scores.ranking.shape[1] - 1)
+            column = branch_column(block, kept)
             after = scores.ranking[torch.arange(len(law), device=law.device), column].double()
             law = torch.where((kept.branch < block.branches.shape[2]).unsqueeze(1), after, law)
         return law.argmax(-1) if state.settings.policy.greedy else draw(law, state.coins[:, 1])

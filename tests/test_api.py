@@ -256,3 +256,33 @@ def test_a_custom_drafter_is_any_object_with_the_protocol(pair):
     out = generate(pair, PROMPT, max_new_tokens=9, drafter=mine, gamma=4)
     assert out.tokens == base.tokens
     assert out.metrics["alpha_hat"] == 1
+
+
+def test_a_cancel_that_comes_while_a_pass_commits_is_not_lost(pair):
+    from specdec_core.stops import Stops
+
+    flow = stream(pair, PROMPT, max_new_tokens=30, gamma=3)
+    plain = Stops.cut
+
+    def cancelling(self, output, *rest):
+        if len(output) > 5:
+            flow.cancel()
+        return plain(self, output, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Stops, "cut", cancelling)
+        list(flow)
+    assert flow.output.stop == "cancelled"
+    assert len(flow.tokens) < 15
+
+
+def test_whether_a_model_can_branch_is_found_out_once(monkeypatch):
+    from specdec_core import caches
+
+    asked = []
+    find = caches.branch_error
+    monkeypatch.setattr(caches, "branch_error", lambda model: asked.append(model) or find(model))
+    pair = pair_of(tiny_llama(7))
+    for _ in range(3):
+        generate(pair, PROMPT, max_new_tokens=4, drafter="self", candidates=2)
+    assert len(asked) == 1

@@ -76,12 +76,12 @@ def known(curves: Sequence[Curve], most: int) -> Costs:
 def load_recorded(path: str | Path, drafter: str) -> list[Recorded]:
     """Requests from JSON lines with ``acc_eagle.acc_len`` or ``acc_ngram.acc_len``: tokens that a pass would emit at
     each position, the target's own included. Raises SpecDecError naming file and line."""
-    from .workloads import _json_lines
+    from .workloads import json_lines
 
     file, requests = Path(path).expanduser(), []
     if drafter not in FIELDS:
         raise SpecDecError(f"There is no recorded drafter {drafter!r}: give one of {', '.join(FIELDS)}.")
-    for number, record in _json_lines(file):
+    for number, record in json_lines(file):
         found = record.get(FIELDS[drafter])
         lengths = found.get("acc_len") if isinstance(found, dict) else None
         if not isinstance(lengths, list) or not lengths or any(type(x) is not int or x < 1 for x in lengths):

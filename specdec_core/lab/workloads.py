@@ -45,7 +45,7 @@ def spec_bench(path: str | Path) -> pd.DataFrame:
     """
     file = _find(path)
     rows, seen = [], dict[str, int]()
-    for number, record in _json_lines(file):
+    for number, record in json_lines(file):
         row = _spec_bench_row(record, f"{file.name} line {number}")
         if row["id"] in seen:
             raise SpecDecError(
@@ -107,7 +107,7 @@ def _find(path: str | Path) -> Path:
     raise SpecDecError(f"There is no workload {str(path)!r}: give 'builtin' or a JSONL file ({where}).")
 
 
-def _json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_lines(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     """(line number from 1, object) for every line that is not blank."""
     try:
         lines = file.read_bytes().splitlines()
