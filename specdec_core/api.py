@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from numbers import Integral
 from typing import Any, TypedDict, Unpack
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,15 +20,21 @@ from .drafters import (
     SuffixDrafter,
     TranslatedDrafter,
 )
-from .errors import SpecDecError, number, whole
+from .errors import SpecDecError, choice, listed, number, whole
 from .loop import Request, Settings, capacity, ordinary_decoding, speculative_decoding
 from .processors import Processing, from_generation_config
 from .record import StepRecord
 from .sampling import RequestRandom, SamplingPolicy
 from .stops import Stops
-from .verify import BLOCK, TOKEN, Rule
+from .verify import BLOCK, TOKEN
 
 DRAFTERS = ("prompt_lookup", "suffix", "model", "composite", "early_exit", "self")
+CONTROLS: dict[str, Callable[[int], BlockLength]] = {
+    "fixed": Fixed,
+    "heuristic": Heuristic,
+    "adaptive": lambda gamma: Adaptive(start=gamma),
+    "fallback": lambda gamma: Fallback(Adaptive(start=gamma)),
+}
 Prompt = str | Sequence[int] | Sequence[dict[str, str]]
 
 
@@ -58,8 +63,7 @@ class Pair:
     def make_drafter(self, kind: str, policy: SamplingPolicy, **options: Any) -> Drafter:
         """A fresh drafter of one of ``DRAFTERS``; ``options`` are those of a
         :class:`~specdec_core.drafters.ModelDrafter`. ``self`` uses the target as its own draft (the 100 % check)."""
-        if kind not in DRAFTERS:
-            raise SpecDecError(f"drafter='{kind}' is unknown: choose one of {', '.join(DRAFTERS)}.")
+        choice("drafter", kind, DRAFTERS, ", or an object of a class derived from specdec_core.Drafter")
         if kind in ("prompt_lookup", "suffix"):
             if options.get("candidates", 1) > 1:
                 raise SpecDecError(f"drafter='{kind}' has one candidate a position: give candidates=1, or a model.")
@@ -73,13 +77,12 @@ class Pair:
             raise SpecDecError(
                 f"Pair '{self.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
             )
-        if self.draft_tokenizer is not None:
-            of_model: Drafter = TranslatedDrafter(
-                self.draft, policy, self.vocab, self.draft_tokenizer, self.tokenizer, **options
-            )
+        if self.draft_tokenizer is None:
+            model: Drafter = ModelDrafter(self.draft, policy, self.vocab, **options)
         else:
-            of_model = ModelDrafter(self.draft, policy, self.vocab, **options)
-        return of_model if kind == "model" else CompositeDrafter(PromptLookupDrafter(self.target.device), of_model)
+            tokenizers = self.draft_tokenizer, self.tokenizer
+            model = TranslatedDrafter(self.draft, policy, self.vocab, *tokenizers, **options)
+        return model if kind == "model" else CompositeDrafter(PromptLookupDrafter(self.target.device), model)
 
 
 @dataclass
@@ -99,7 +102,7 @@ class Output:
 
 
 class Options(TypedDict, total=False):
-    """What :func:`generate` and :func:`generate_batch` take, with their defaults and meaning."""
+    """The options of :func:`generate_batch`, which says what they mean and their defaults."""
 
     max_new_tokens: int
     gamma: int
@@ -210,18 +213,13 @@ class Stream:
             if sure > given:
                 yield text[given:sure]
                 given = sure
-        text = self.output.text
-        if len(text) > given:  # cancelled: what was held back is all there will be
-            yield text[given:]
+        if rest := self.output.text[given:]:  # cancelled: what was held back is all there will be
+            yield rest
 
     def _settled(self, text: str) -> int:
-        sure = len(text.rstrip("\ufffd"))
-        for s in self._prepared.stops.strings:
-            for n in range(min(len(s) - 1, sure), 0, -1):
-                if text[:sure].endswith(s[:n]):
-                    sure -= n
-                    break
-        return sure
+        text = text.rstrip("\ufffd")
+        begun = [s[:n] for s in self._prepared.stops.strings for n in range(1, len(s))]
+        return len(text) - max((len(b) for b in begun if text.endswith(b)), default=0)
 
     def cancel(self) -> None:
         self.request.cancel()
@@ -236,193 +234,119 @@ class Stream:
         return self._prepared.outputs()[0]
 
 
-@dataclass(frozen=True)
-class _Asked:
-    """The options of :func:`generate_batch` with their defaults."""
-
-    max_new_tokens: int = 128
-    gamma: int = 4
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int | Sequence[int | None] | None = 0
-    drafter: str | Drafter | None = None
-    speculate: bool = True
-    stop: str | Sequence[str] = ()
-    eos: Sequence[int] | None = None
-    chat: bool | None = None
-    confidence: float = 0.0
-    draft_timeout: float | None = None
-    diagnostics: bool = True
-    rule: str | None = None
-    candidates: int = 1
-    control: str | BlockLength = "fixed"
-    processing: Processing | None = None
-    max_batch: int | None = None
-    fixed_shapes: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("speculate", "diagnostics", "fixed_shapes"):
-            if not isinstance(getattr(self, name), bool):
-                raise SpecDecError(f"{name}={getattr(self, name)!r} is not possible: give True or False.")
-        if self.chat is not None and not isinstance(self.chat, bool):
-            raise SpecDecError(f"chat={self.chat!r} is not possible: give True, False or None.")
-        if self.processing is not None and not isinstance(self.processing, Processing):
-            raise SpecDecError(f"processing={self.processing!r} is not possible: give a Processing, or None.")
-        whole("max_new_tokens", self.max_new_tokens, 0, 2**31)
-        whole("gamma", self.gamma, 1, 1024)
-        whole("candidates", self.candidates, 1, 64)
-        number("confidence", self.confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
-        if self.draft_timeout is not None:
-            number("draft_timeout", self.draft_timeout, lambda s: 0 < s < 1e6, "seconds from 0 to a million, or None")
-        if self.max_batch is not None:
-            whole("max_batch", self.max_batch, 1, 2**31)
-
-
 def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -> Prepared:
     """Check every option of :func:`generate_batch` and set the decoding up."""
-    if unknown := sorted(options.keys() - _Asked.__dataclass_fields__.keys()):
-        allowed = ", ".join(_Asked.__dataclass_fields__)
-        raise SpecDecError(f"There is no option '{unknown[0]}': choose from {allowed}.")
-    asked = _Asked(**options)
-    policy = SamplingPolicy(asked.temperature, asked.top_k, asked.top_p, asked.min_p)
-    stops = make_stops(pair, asked.stop, asked.eos)
-    processing = asked.processing
+    for name in options:
+        choice("option", name, Options.__annotations__)
+    for name in ("speculate", "diagnostics", "fixed_shapes", "chat"):
+        value = options.get(name, True)
+        if not isinstance(value, bool) and not (name == "chat" and value is None):
+            raise SpecDecError(f"{name}={value!r} is not possible: give True or False.")
+    whole("candidates", options.get("candidates", 1), 1, 64)
+    chance = "a probability below 1, where 0 is off"
+    number("confidence", options.get("confidence", 0.0), lambda c: 0 <= c < 1, chance)
+    max_new_tokens = whole("max_new_tokens", options.get("max_new_tokens", 128), 0, 2**31)
+    stops = _stops(pair, options.get("stop", ()), options.get("eos"))
+    settings = _settings(pair, stops, max_new_tokens, options)
+    randoms = _randoms(options.get("seed", 0), len(listed("prompts", prompts, "a list with one for each row")))
+    texts = [encode(pair, prompt, options.get("chat")) for prompt in prompts]
+    for i, ids in enumerate(texts):
+        if stops.context is not None and len(ids) >= stops.context:
+            most = f"the target holds {stops.context}: shorten it to at most {stops.context - 1}"
+            raise SpecDecError(f"Prompt {i} has {len(ids)} tokens, {most}.")
+    requests = [Request(i, ids, max_new_tokens, randoms[i]) for i, ids in enumerate(texts)]
+    if options.get("speculate", True):
+        drafter = _drafter(pair, requests, settings, options)
+        steps = speculative_decoding(pair.target, requests, drafter, settings)
+    else:
+        steps = ordinary_decoding(pair.target, requests, settings)
+    return Prepared(pair, requests, steps, stops)
+
+
+def _settings(pair: Pair, stops: Stops, max_new_tokens: int, options: Options) -> Settings:
+    policy = SamplingPolicy(
+        options.get("temperature", 0.0), options.get("top_k", 0), options.get("top_p", 1.0), options.get("min_p", 0.0)
+    )
+    rules, rule = {"token": TOKEN, "block": BLOCK}, options.get("rule")
+    if rule is not None:
+        choice("rule", rule, rules)
+    timeout, most = options.get("draft_timeout"), options.get("max_batch")
+    if timeout is not None:
+        number("draft_timeout", timeout, lambda s: 0 < s < 1e6, "seconds from 0 to a million, or None")
+    processing = options.get("processing")
     if processing is None:
-        config = pair.target.generation_config
-        processing = from_generation_config(config, sorted(stops.eos), asked.max_new_tokens)
-    settings = Settings(
-        gamma=asked.gamma,
+        processing = from_generation_config(pair.target.generation_config, sorted(stops.eos), max_new_tokens)
+    elif not isinstance(processing, Processing):
+        raise SpecDecError(f"processing={processing!r} is not possible: give a Processing, or None.")
+    gamma, control = whole("gamma", options.get("gamma", 4), 1, 1024), options.get("control", "fixed")
+    if not isinstance(control, BlockLength):
+        control = CONTROLS[choice("control", control, CONTROLS, ", or a BlockLength")](gamma)
+    return Settings(
+        gamma=gamma,
         policy=policy,
         stops=stops,
-        rule=_rule(asked.rule, policy, asked.candidates),
-        draft_timeout=asked.draft_timeout,
-        diagnostics=asked.diagnostics,
+        rule=None if policy.greedy or rule is None else rules[rule],
+        draft_timeout=timeout,
+        diagnostics=options.get("diagnostics", True),
         processing=processing,
-        control=_control(asked.control, asked.gamma),
-        max_batch=asked.max_batch,
-        fixed_shapes=asked.fixed_shapes,
+        control=control,
+        max_batch=most if most is None else whole("max_batch", most, 1, 2**31),
+        fixed_shapes=options.get("fixed_shapes", False),
     )
-    requests = make_requests(pair, prompts, asked.max_new_tokens, asked.seed, asked.chat)
-    if not asked.speculate:
-        return Prepared(pair, requests, ordinary_decoding(pair.target, requests, settings), stops)
-    drafter = _drafter(pair, asked, requests, settings)
-    return Prepared(pair, requests, speculative_decoding(pair.target, requests, drafter, settings), stops)
 
 
-def _drafter(pair: Pair, asked: _Asked, requests: list[Request], settings: Settings) -> Drafter:
-    chosen = asked.drafter if asked.drafter is not None else pair.drafter
-    if isinstance(chosen, str):
-        return pair.make_drafter(
-            chosen,
-            settings.policy,
-            confidence=asked.confidence,
-            candidates=asked.candidates,
-            processing=settings.processing,
-            capacity=None if not asked.fixed_shapes else _slots(pair, asked, requests, settings),
-        )
-    if not isinstance(chosen, Drafter):
-        raise SpecDecError(
-            f"drafter={chosen!r} is no drafter: give one of {', '.join(DRAFTERS)}, or an object of a class derived "
-            "from specdec_core.Drafter."
-        )
-    return chosen
+def _drafter(pair: Pair, requests: list[Request], settings: Settings, options: Options) -> Drafter:
+    chosen = options.get("drafter")
+    if isinstance(chosen, Drafter):
+        return chosen
+    confidence, candidates, slots = options.get("confidence", 0.0), options.get("candidates", 1), None
+    if settings.fixed_shapes and settings.control is not None:
+        slots = capacity(requests, settings.control, candidates, settings.stops.context)
+    how = {"confidence": confidence, "candidates": candidates, "processing": settings.processing, "capacity": slots}
+    return pair.make_drafter(pair.drafter if chosen is None else chosen, settings.policy, **how)
 
 
-def _slots(pair: Pair, asked: _Asked, requests: list[Request], settings: Settings) -> int:
-    control = settings.control or Fixed(settings.gamma)
-    return capacity(requests, control, asked.candidates, context_limit(pair.target))
-
-
-def _rule(name: str | None, policy: SamplingPolicy, candidates: int) -> Rule | None:
-    exact = {"token": TOKEN, "block": BLOCK}
-    if name is not None and (not isinstance(name, str) or name not in exact):
-        raise SpecDecError(f"rule={name!r} is not possible: give token or block (temperature 0 has its own).")
-    if candidates > 1 and name == "block":
-        raise SpecDecError("rule='block' judges one candidate a position: use rule='token', or candidates=1.")
-    return None if policy.greedy or name is None else exact[name]
-
-
-def _control(control: str | BlockLength, gamma: int) -> BlockLength:
-    made: dict[str, Callable[[], BlockLength]] = {
-        "fixed": lambda: Fixed(gamma),
-        "heuristic": lambda: Heuristic(gamma),
-        "adaptive": lambda: Adaptive(start=gamma),
-        "fallback": lambda: Fallback(Adaptive(start=gamma)),
-    }
-    if isinstance(control, BlockLength):
-        return control
-    if not isinstance(control, str) or control not in made:
-        raise SpecDecError(f"control={control!r} is unknown: choose one of {', '.join(made)}, or a BlockLength.")
-    return made[control]()
-
-
-def make_stops(pair: Pair, strings: str | Sequence[str] = (), eos: Sequence[int] | None = None) -> Stops:
+def _stops(pair: Pair, strings: str | Sequence[str], eos: Sequence[int] | None) -> Stops:
     """The stops of a pair: its EOS ids, stop strings, and the target's context."""
     if eos is None:
         own = getattr(pair.target.generation_config, "eos_token_id", None)
-        eos = [] if own is None else [own] if isinstance(own, int) else list(own)
-    if isinstance(eos, (str, bytes, dict)) or not isinstance(eos, Iterable):
-        raise SpecDecError(f"eos={eos!r} is not possible: give a list of token ids, [] for none.")
-    eos = [whole("eos", i, 0, 2**31) for i in eos]
-    texts = (strings,) if isinstance(strings, str) else tuple(strings) if isinstance(strings, Iterable) else (None,)
-    if not all(isinstance(t, str) for t in texts):
-        raise SpecDecError(f"stop={strings!r} is not possible: give a text, or a list of texts.")
-    if "" in texts:
-        raise SpecDecError("stop='' would end every text at once: give a stop string with at least one character.")
-    decode: Callable[[Sequence[int]], str] = lambda ids: str(pair.tokenizer.decode(list(ids), skip_special_tokens=True))  # noqa: E731
-    return Stops(frozenset(eos), texts, context_limit(pair.target), decode)
+        eos = [] if own is None else [own] if isinstance(own, int) else own
+    ids = [whole("eos", i, 0, 2**31) for i in listed("eos", eos, "a list of token ids, [] for none")]
+    texts = [strings] if isinstance(strings, str) else listed("stop", strings, "a text, or a list of texts")
+    if not all(isinstance(t, str) and t for t in texts):
+        raise SpecDecError(f"stop={strings!r} is not possible: give texts of at least one character.")
+
+    def decode(ids: Sequence[int]) -> str:
+        return str(pair.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    return Stops(frozenset(ids), tuple(texts), context_limit(pair.target), decode)
 
 
-def make_requests(
-    pair: Pair,
-    prompts: Sequence[Prompt],
-    max_new_tokens: int,
-    seed: int | Sequence[int | None] | None = 0,
-    chat: bool | None = None,
-) -> list[Request]:
-    """Tokenised requests, each with its own random stream; refuses empty and overlong prompts."""
-    if isinstance(prompts, (str, bytes)) or not isinstance(prompts, Sequence):
-        raise SpecDecError(f"prompts is a {type(prompts).__name__}: give a list with one prompt for each row.")
-    if seed is None or isinstance(seed, Integral):
-        randoms = [RequestRandom(_seed(seed), i) for i in range(len(prompts))]
-    elif isinstance(seed, (str, bytes)) or not isinstance(seed, Sequence):
-        raise SpecDecError(
-            f"seed={seed!r} is not possible: give a whole number, None, or a list with one for each prompt."
-        )
-    elif len(seed) == len(prompts):
-        randoms = [RequestRandom(_seed(s)) for s in seed]
-    else:
-        raise SpecDecError(f"{len(seed)} seeds for {len(prompts)} prompts: give one seed, or one for each prompt.")
-    limit = context_limit(pair.target)
-    requests = []
-    for i, (prompt, random) in enumerate(zip(prompts, randoms, strict=True)):
-        ids = encode(pair, prompt, chat)
-        if limit is not None and len(ids) >= limit:
-            raise SpecDecError(
-                f"Prompt {i} has {len(ids)} tokens, the target holds {limit}: shorten it to at most {limit - 1}."
-            )
-        requests.append(Request(i, ids, max_new_tokens, random))
-    return requests
+def _randoms(seed: int | Sequence[int | None] | None, count: int) -> list[RequestRandom]:
+    """A random stream for each row."""
+    pairs: list[tuple[Any, int]] = [(seed, i) for i in range(count)]
+    if isinstance(seed, (list, tuple)):
+        pairs = [(own, 0) for own in seed]
+    if len(pairs) != count:
+        raise SpecDecError(f"{len(pairs)} seeds for {count} prompts: give one seed, or one for each prompt.")
+    return [RequestRandom(None if s is None else whole("seed", s, 0, 2**64 - 1), i) for s, i in pairs]
 
 
 def encode(pair: Pair, prompt: Prompt, chat: bool | None = None) -> list[int]:
     """Prompt -> token ids, through the chat template where asked for or present."""
-    if isinstance(prompt, str):
-        if not prompt.strip():
-            raise SpecDecError("The prompt is empty: give at least one word.")
-        if not (bool(pair.tokenizer.chat_template) if chat is None else chat):
-            return _ids(pair, pair.tokenizer(_text(prompt))["input_ids"])
+    if isinstance(prompt, str) and not prompt.strip():
+        raise SpecDecError("The prompt is empty: give at least one word.")
+    if isinstance(prompt, str) and (pair.tokenizer.chat_template if chat is None else chat):
         prompt = [{"role": "user", "content": prompt}]
-    if isinstance(prompt, (bytes, dict)) or not isinstance(prompt, Sequence):
-        raise SpecDecError(
-            f"The prompt is a {type(prompt).__name__}: give a text, a list of messages, or a list of token ids."
-        )
-    items: list[Any] = list(prompt)
+    if isinstance(prompt, str):
+        items = _tokenized(pair, prompt)
+    else:
+        items = listed("prompt", prompt, "a text, a list of messages, or a list of token ids")
     if items and isinstance(items[0], dict):
-        return _ids(pair, pair.tokenizer(_chat_text(pair, items), add_special_tokens=False)["input_ids"])
-    return _ids(pair, items)
+        items = _tokenized(pair, _chat_text(pair, items), add_special_tokens=False)
+    if not items:
+        raise SpecDecError("The prompt has no tokens: give at least one.")
+    return [whole("prompt: token id", i, 0, pair.vocab - 1) for i in items]
 
 
 def _chat_text(pair: Pair, messages: list[Any]) -> str:
@@ -432,32 +356,16 @@ def _chat_text(pair: Pair, messages: list[Any]) -> str:
     if not pair.tokenizer.chat_template:
         raise SpecDecError(f"The tokenizer of '{pair.name}' has no chat template: give a plain text, or chat=False.")
     try:
-        text = pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return str(pair.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     except Exception as error:  # templates raise what their authors liked
         raise SpecDecError(
             f"The chat template refuses these messages ({error}): check their roles and order."
         ) from error
-    return _text(str(text))
 
 
-def _text(text: str) -> str:
+def _tokenized(pair: Pair, text: str, **how: Any) -> list[Any]:
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise SpecDecError(f"The prompt is no valid Unicode at character {error.start}: give UTF-8 text.") from None
-    return text
-
-
-def _ids(pair: Pair, raw: Any) -> list[int]:
-    if not raw:
-        raise SpecDecError("The prompt has no tokens: give at least one.")
-    for i in raw:
-        if isinstance(i, bool) or not isinstance(i, Integral) or not 0 <= int(i) < pair.vocab:
-            raise SpecDecError(
-                f"The prompt holds {i!r} where a token id from 0 to {pair.vocab - 1} belongs: is the tokenizer right?"
-            )
-    return [int(i) for i in raw]
-
-
-def _seed(value: Any) -> int | None:
-    return None if value is None else whole("seed", value, 0, 2**64 - 1)
+    return list(pair.tokenizer(text, **how)["input_ids"])

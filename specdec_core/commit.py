@@ -10,7 +10,7 @@ from torch import Tensor
 from .control import Observation
 from .errors import SpecDecError
 from .record import LastToken, StepRecord
-from .sampling import invalid_rows
+from .sampling import entropy, invalid_rows, likeliest
 from .state import Block, Decoding, Kept, Request, Scores, branch_column
 
 
@@ -67,15 +67,14 @@ def read(state: Decoding, block: Block, scores: Scores, kept: Kept, token: Tenso
 def _diagnostics(block: Block, scores: Scores) -> list[Tensor]:
     """p and q at the drafted tokens, both entropies and the target's preference, in the order of ``read``."""
     at, g = block.tokens.unsqueeze(-1), block.tokens.shape[1]
-    p = scores.p[:, : g + 1] if scores.p is not None else scores.logits[:, : g + 1].softmax(-1)
+    law = scores.logits[:, : g + 1].log_softmax(-1) if scores.p is None else scores.p[:, : g + 1].log()
     q = block.q if scores.p is not None or block.proposal.belief is None else block.proposal.belief
-    p_at = p[:, :g].gather(-1, at).squeeze(-1) if g else block.tokens
-    p_entropy = torch.special.entr(p).sum(-1)
+    p_at = law[:, :g].gather(-1, at).squeeze(-1).exp() if g else block.tokens
     if q is None:  # chosen: one-hot
         q_at, q_entropy = torch.ones_like(block.tokens), torch.zeros_like(block.tokens)
     else:
-        q_at, q_entropy = q.gather(-1, at).squeeze(-1), torch.special.entr(q).sum(-1)
-    return [x.double() for x in (p_at, q_at, p_entropy, q_entropy, p.argmax(-1))]
+        q_at, q_entropy = q.gather(-1, at).squeeze(-1), entropy(q.log())
+    return [x.double() for x in (p_at, q_at, entropy(law), q_entropy, likeliest(scores.ranking[:, : g + 1]))]
 
 
 @dataclass

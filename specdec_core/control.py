@@ -7,6 +7,7 @@ decoding (Leviathan et al. 2023, theorem 3.8, with measured costs in place of ga
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -122,34 +123,27 @@ class Costs:
         """The seconds at this size, measured or on the line between its measured neighbours. A batch size of which one
         point is known takes the shape of the nearest other; None where nothing is known."""
         curve = self.curves.get((kind, batch), {})
-        if n in curve or len(curve) > 1:
-            return _on_line(curve, n)
         others = [b for k, b in self.curves if k == kind and b != batch]
-        if not curve and not (others and (self.given or kind == "draft")):
-            return 0.0 if self.given else None  # a given table without a draft says that drafting is free
-        if not others:
+        if n in curve or len(curve) > 1 or (curve and not others):
             return _on_line(curve, n)
+        if not others:
+            return 0.0 if self.given else None  # a given table without a draft says that drafting is free
         shape = self.curves[kind, min(others, key=lambda b: abs(b - batch))]
-        if not curve:
-            return _on_line(shape, n)
-        ((known, seconds),) = curve.items()
-        return seconds * _on_line(shape, n) / max(_on_line(shape, known), 1e-12)
+        if curve:
+            ((known, seconds),) = curve.items()
+            return seconds * _on_line(shape, n) / max(_on_line(shape, known), 1e-12)
+        return _on_line(shape, n) if self.given or kind == "draft" else None
 
 
 def _on_line(curve: Mapping[int, float], n: int) -> float:
-    """Piecewise linear through the known points; beyond them the last piece goes on, but never falls below its end, nor
-    below it in proportion to n."""
-    if n in curve:
-        return curve[n]
+    """Piecewise linear through the known points, the outer pieces going on beyond them, but never below the left end of
+    its piece, nor before the first point below that in proportion to n."""
     known = sorted(curve)
-    if len(known) == 1:
-        return curve[known[0]]
-    right = next((i for i, m in enumerate(known) if m > n), len(known) - 1)
-    a, b = known[max(right - 1, 0)], known[max(right, 1)]
-    value = curve[a] + (curve[b] - curve[a]) * (n - a) / (b - a)
-    if a < n < b:
-        return value
-    return max(value, curve[b]) if n > b else max(value, curve[a] * n / a)
+    if n in curve or len(known) == 1:
+        return curve.get(n, curve[known[0]])
+    right = min(max(bisect(known, n), 1), len(known) - 1)
+    a, b = known[right - 1], known[right]
+    return max(curve[a] + (curve[b] - curve[a]) * (n - a) / (b - a), curve[a] * min(1, n / a))
 
 
 @dataclass
@@ -171,16 +165,16 @@ class Acceptance:
         if verified == 0:
             return
         rejected = accepted < verified and not stopped
-        while len(self.judged) < verified:
-            self.kept.append(0.0)
-            self.judged.append(0.0)
+        new = [0.0] * (verified - len(self.judged))
+        self.kept, self.judged = self.kept + new, self.judged + new
         fade = 1 - (accepted + rejected) / (self.memory + accepted + rejected)
         self.kept, self.judged = [x * fade for x in self.kept], [x * fade for x in self.judged]
         for i in range(accepted + rejected):
             self.judged[i] += 1
             self.kept[i] += i < accepted
         self.streak = self.streak + 1 if rejected and accepted == 0 else 0
-        if self.streak > 1 and (1 - self._before_streak()) ** self.streak < self.surprise:
+        kept, before = sum(self.kept), max(sum(self.judged) - self.streak, sum(self.kept))  # the streak
+        if self.streak > 1 and (1 - min((kept + 1) / (before + 2), 0.999)) ** self.streak < self.surprise:
             self.forget(self.streak)
 
     def forget(self, rejected: int = 0) -> None:
@@ -197,15 +191,12 @@ class Acceptance:
         """Standard deviation of that Beta."""
         return float((self.alpha * (1 - self.alpha) / (sum(self.judged) + 3)) ** 0.5)
 
-    def _before_streak(self) -> float:
-        return min((sum(self.kept) + 1) / (max(sum(self.judged) - self.streak, sum(self.kept)) + 2), 0.999)
-
     def tokens(self, most: int, deviations: float = 0.0) -> list[float]:
         """Expected tokens of a pass with a block of 0, 1, ... ``most``, shifted by so many standard deviations."""
         alpha, shift = self.alpha, deviations * self.spread
         run, totals = 1.0, [1.0]
-        for i in range(most):
-            kept, judged = (self.kept[i], self.judged[i]) if i < len(self.judged) else (0.0, 0.0)
+        known = [*zip(self.kept, self.judged, strict=True), *[(0.0, 0.0)] * most]
+        for kept, judged in known[:most]:
             run *= min(max((kept + 4 * alpha) / (judged + 4) + shift, 0.0), 1.0)
             totals.append(totals[-1] + run)
         return totals

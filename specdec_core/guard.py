@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -48,6 +48,10 @@ class Guard:
             self.broken = self._fault(proposal, room)
         if proposal is None or self.broken:
             return Proposal.nothing(len(room), self.device, self.broken)
+        if proposal.branches is not None:
+            proposal.branches = proposal.branches.clamp(0, self.vocab - 1) if proposal.branches.numel() else None
+        if proposal.tokens.shape[1] == 0:
+            proposal.note = proposal.note or EMPTY_BLOCK
         return proposal
 
     def commit(self, lengths: Sequence[int]) -> None:
@@ -66,80 +70,56 @@ class Guard:
             return None
 
     def _within_time(self, call: Callable[[], T]) -> T:
-        result: list[T] = []
-        raised: list[BaseException] = []
+        answer: Future[T] = Future()
 
         def work() -> None:
             try:
                 with torch.inference_mode():
-                    result.append(call())
+                    answer.set_result(call())
             except BaseException as error:
-                raised.append(error)
+                answer.set_exception(error)
 
-        begun = time.perf_counter()
-        thread = threading.Thread(target=work, daemon=True)
-        thread.start()
-        thread.join(self.timeout)
-        if raised:
-            raise raised[0]
-        if not result:
-            raise TimeoutError(f"no answer after {time.perf_counter() - begun:.1f} s, {self.timeout} s allowed")
-        return result[0]
+        threading.Thread(target=work, daemon=True).start()
+        if not wait([answer], self.timeout).done:
+            raise TimeoutError(f"no answer after {self.timeout} s")
+        return answer.result()
 
     def _fault(self, proposal: object, room: Sequence[int]) -> str:
         """What is wrong with a proposal, in words; empty when it can be verified. Looks at no value on the device."""
         if not isinstance(proposal, Proposal):
             return f"draft returned {type(proposal).__name__}, a Proposal was asked"
-        batch, widest = len(room), max(room)
-        tokens, q, belief = proposal.tokens, proposal.q, proposal.belief
-        wrong = self._not("tokens", tokens, 2, torch.int64) or self._not("lengths", proposal.lengths, 1, torch.int64)
-        if not wrong and (tokens.shape[0] != batch or tokens.shape[1] > widest or len(proposal.lengths) != batch):
-            wrong = (
-                f"tokens {tuple(tokens.shape)} for {len(proposal.lengths)} rows, ({batch}, {widest}) at most was asked"
-            )
-        more, k = proposal.branches, self.drafter.candidates
-        if not wrong and more is not None:
-            wrong = self._not("branches", more, 3, torch.int64)
-            if not wrong and tuple(more.shape) != (*tokens.shape, k - 1):
-                wrong = f"branches {tuple(more.shape)}, {(*tokens.shape, k - 1)} was asked"
-            if not wrong:
-                proposal.branches = more.clamp(0, self.vocab - 1) if more.numel() else None
-        for name, law in (("q", q), ("belief", belief)):
-            if not wrong and law is not None:
-                wrong = self._not(name, law, 3, None)
-                if not wrong and tuple(law.shape) != (*tokens.shape, self.vocab):
-                    wrong = f"{name} {tuple(law.shape)}, {(*tokens.shape, self.vocab)} was asked"
-        if not wrong and not _are_counts(proposal.drafted, batch):
-            wrong = f"drafted={proposal.drafted!r}, {batch} counts were asked"
-        if not wrong and not isinstance(proposal.note, str):
-            wrong = f"note={proposal.note!r}, words were asked"
-        if not wrong and tokens.shape[1] == 0 and not proposal.note:
-            proposal.note = EMPTY_BLOCK
-        return f"draft returned {wrong}" if wrong else ""
-
-    def _not(self, name: str, value: object, ndim: int, dtype: torch.dtype | None) -> str:
-        """Why ``value`` is not a plain tensor of that kind (dtype None: any float) on the target's device."""
-        if not isinstance(value, Tensor) or value.layout != torch.strided:
-            return f"{name} of type {type(value).__name__}, a dense tensor was asked"
-        kind = str(value.dtype).removeprefix("torch.")
-        if value.dtype != dtype if dtype is not None else value.dtype not in _FLOATS:
-            return f"{name} {tuple(value.shape)} {kind}, {'a float type' if dtype is None else 'int64'} was asked"
-        if value.ndim != ndim:
-            return f"{name} {tuple(value.shape)}, {ndim} dimensions were asked"
-        if value.device.type != self.device.type:
-            return f"{name} on {value.device}, {self.device} was asked"
+        batch, width, tokens = len(room), max(room), proposal.tokens
+        if isinstance(tokens, Tensor) and tokens.ndim == 2:
+            width = min(width, tokens.shape[1])
+        fields: dict[str, tuple[tuple[int, ...], tuple[torch.dtype, ...]]] = {
+            "tokens": ((batch, width), (torch.int64,)),
+            "lengths": ((batch,), (torch.int64,)),
+            "branches": ((batch, width, self.drafter.candidates - 1), (torch.int64,)),
+            "q": ((batch, width, self.vocab), _FLOATS),
+            "belief": ((batch, width, self.vocab), _FLOATS),
+        }
+        for name, (shape, kinds) in fields.items():
+            value = getattr(proposal, name)
+            if value is None and name in ("branches", "q", "belief"):
+                continue
+            if not isinstance(value, Tensor) or value.layout != torch.strided:
+                return f"draft returned {name} of type {type(value).__name__}, a dense tensor was asked"
+            if (*value.shape,) != shape or value.dtype not in kinds or value.device.type != self.device.type:
+                found = f"{tuple(value.shape)} {value.dtype} on {value.device}"
+                return f"draft returned {name} {found}, {shape} {kinds[0]} on {self.device} was asked"
+        drafted = proposal.drafted
+        if not isinstance(drafted, list) or len(drafted) != batch or any(type(n) is not int or n < 0 for n in drafted):
+            return f"draft returned drafted={drafted!r}, {batch} counts were asked"
+        if not isinstance(proposal.note, str):
+            return f"draft returned note={proposal.note!r}, words were asked"
         return ""
 
 
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_FLOATS = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 def _first_line(error: BaseException) -> str:
     try:
-        return str(error).splitlines()[0] if str(error) else "no message"
-    except Exception:
-        return "no message that can be read"
-
-
-def _are_counts(value: object, batch: int) -> bool:
-    return isinstance(value, list) and len(value) == batch and all(type(n) is int and n >= 0 for n in value)
+        return str(error).splitlines()[0]
+    except Exception:  # it has no words, or raises again when asked for them
+        return "no message"

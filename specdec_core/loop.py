@@ -22,7 +22,7 @@ from .commit import commit, join_branches, observed, read, record
 from .drafters.base import Drafter, Proposal
 from .guard import EMPTY_BLOCK, Guard
 from .record import StepRecord
-from .sampling import distribution, draw
+from .sampling import distribution, draw, likeliest
 from .state import Block, Decoding, Kept, Request, Scores, Settings, branch_column, capacity, comb, one_hot
 from .verify import GREEDY, accept, first_invalid, next_law, try_branches
 
@@ -189,7 +189,7 @@ def resample(state: Decoding, block: Block, scores: Scores, kept: Kept) -> Tenso
             column = branch_column(block, kept)
             after = scores.ranking[torch.arange(len(law), device=law.device), column].double()
             law = torch.where((kept.branch < block.branches.shape[2]).unsqueeze(1), after, law)
-        return law.argmax(-1) if state.settings.policy.greedy else draw(law, state.coins[:, 1])
+        return likeliest(law) if state.settings.policy.greedy else draw(law, state.coins[:, 1])
 
 
 def repeat(

@@ -7,16 +7,13 @@ so every processor must be a pure function of (text, logits). Ours are; those of
 from __future__ import annotations
 
 import copy
-import json
+import io
 import math
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property, lru_cache
-from types import FunctionType, ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from transformers import (
@@ -25,10 +22,9 @@ from transformers import (
     NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
-    SuppressTokensLogitsProcessor,
 )
 
-from .errors import SpecDecError, number, whole
+from .errors import SpecDecError, listed, number, whole
 
 _MOST = 2**31
 
@@ -80,28 +76,21 @@ class Processing:
             object.__setattr__(self, name, _ids(name, getattr(self, name), depth))
         if not all(self.bad_words):
             raise SpecDecError("bad_words holds an empty word: give at least one token id in each.")
-        if any(len(pair) != 2 for pair in self.forced):
-            raise SpecDecError(f"forced={self.forced} is not possible: give pairs (output position from 0, token id).")
-        if len({position for position, _ in self.forced}) < len(self.forced):
-            raise SpecDecError(f"forced={self.forced} names a position twice: give one token id for each.")
+        if any(len(pair) != 2 for pair in self.forced) or len(dict(self.forced)) < len(self.forced):
+            raise SpecDecError(
+                f"forced={self.forced} is not possible: give pairs, output position and one token for it."
+            )
         for position, token in self.forced:
             if token in self.suppress or (position == 0 and token in self.begin_suppress):
                 raise SpecDecError(f"Token {token} is both forced and suppressed: take it out of one of the two.")
-        if not isinstance(self.extra, (list, tuple)):
-            raise SpecDecError(f"extra={self.extra!r} is not possible: give a list of LogitsProcessor objects.")
+        object.__setattr__(self, "extra", tuple(listed("extra", self.extra, "a list of LogitsProcessor objects")))
         for processor in self.extra:
             _check_kind(processor)
-        object.__setattr__(self, "extra", tuple(self.extra))
 
     @cached_property
     def active(self) -> bool:
         """Whether anything acts at all; EOS ids alone do nothing."""
         return any(getattr(self, f.name) != f.default for f in fields(self) if f.name != "eos")
-
-    def as_dict(self) -> dict[str, Any]:
-        """For the lineage, in JSON's types."""
-        named = {f.name: getattr(self, f.name) for f in fields(self)}
-        return dict(json.loads(json.dumps(named, default=_plain, skipkeys=True)))
 
     def check(self, vocab: int, device: torch.device | str = "cpu") -> None:
         """Refuse what does not fit a model of ``vocab`` tokens on ``device``; to be called before the first token."""
@@ -117,7 +106,7 @@ class Processing:
     def process(self, logits: Tensor, histories: Sequence[Tensor], prompts: Sequence[int]) -> Tensor:
         """``[N, V]`` logits -> ``[N, V]`` float32. Row i was judged after the text ``histories[i]`` (int64, on the
         same device), of which the first ``prompts[i]`` tokens are the prompt. Rows do not see each other."""
-        copies = logits.to(torch.float32, copy=True).unsqueeze(1)  # processors may write into what they are given
+        copies = logits.detach().to(torch.float32, copy=True).unsqueeze(1)  # processors may write into them
         rows = [self._row(*row) for row in zip(copies, histories, prompts, strict=True)]
         return torch.cat(rows) if rows else logits.float()
 
@@ -149,14 +138,12 @@ class Processing:
         if self.bad_words:
             x = _never(self.bad_words, vocab, device)(ids, x)
         if self.eos and len(text) < max(self.min_length, prompt + self.min_new_tokens):
-            x = _suppress(self.eos, device)(ids, x)
+            x[:, list(self.eos)] = -math.inf
         if (token := dict(self.forced).get(out)) is not None:
             x = torch.full_like(x, -math.inf)
             x[:, token] = 0
-        if self.suppress:
-            x = _suppress(self.suppress, device)(ids, x)
-        if self.begin_suppress and out == 0:
-            x = _suppress(self.begin_suppress, device)(ids, x)
+        if suppressed := self.suppress + (self.begin_suppress if out == 0 else ()):
+            x[:, list(suppressed)] = -math.inf
         for processor in self.extra:
             x = processor(ids, x)
         return x.float()
@@ -168,31 +155,24 @@ class Processing:
         return x - self.frequency_penalty * counts - self.presence_penalty * (counts > 0)
 
 
-# Kept, since each puts its ids on the device when made or first called; the vocabulary shapes what they then hold.
-
-
 @lru_cache(maxsize=64)
 def _never(words: tuple[tuple[int, ...], ...], vocab: int, device: torch.device) -> LogitsProcessor:
+    """Kept, since at its first call it makes a tensor of the vocabulary's size on the device."""
     return NoBadWordsLogitsProcessor([list(word) for word in words])
-
-
-@lru_cache(maxsize=64)
-def _suppress(ids: tuple[int, ...], device: torch.device) -> LogitsProcessor:
-    return SuppressTokensLogitsProcessor(ids, str(device))
 
 
 # --- what a model's generation_config asks for ------------------------------------------------------------
 
-# What no pure function of one row's text can do, or needs what is not known here; with the values that are off.
-# ``remove_invalid_values`` would hide a NaN, which this loop reports.
-_INEXPRESSIBLE: dict[str, tuple[Any, ...]] = {
-    "guidance_scale": (None, 1),
-    "encoder_repetition_penalty": (None, 1),
-    "encoder_no_repeat_ngram_size": (None, 0),
-    "exponential_decay_length_penalty": (None,),
-    "forced_bos_token_id": (None,),
-    "remove_invalid_values": (None, False),
-    "watermarking_config": (None,),
+# What no pure function of one row's text can do, or needs what is not known here; with the value that is off, beside
+# None. ``remove_invalid_values`` would hide a NaN, which this loop reports.
+_INEXPRESSIBLE: dict[str, Any] = {
+    "guidance_scale": 1,
+    "encoder_repetition_penalty": 1,
+    "encoder_no_repeat_ngram_size": 0,
+    "exponential_decay_length_penalty": None,
+    "forced_bos_token_id": None,
+    "remove_invalid_values": False,
+    "watermarking_config": None,
 }
 
 
@@ -210,7 +190,7 @@ def from_generation_config(config: Any, eos: Sequence[int], max_new_tokens: int 
         value = getattr(config, name, None)
         return off if value is None else value
 
-    wrong = [f"{name}={get(name)!r}" for name, off in _INEXPRESSIBLE.items() if get(name) not in off]
+    wrong = [f"{name}={get(name)!r}" for name, off in _INEXPRESSIBLE.items() if get(name, off) != off]
     last, bias, penalty = get("forced_eos_token_id", []), get("sequence_bias"), get("repetition_penalty", 1.0)
     last = last if isinstance(last, (list, tuple)) else [last]
     if last and (len(last) > 1 or max_new_tokens is None):
@@ -255,15 +235,15 @@ def _check_kind(processor: Any) -> None:
 def check_pure(processor: LogitsProcessor, vocab: int, device: torch.device | str = "cpu") -> None:
     """Refuse a processor that is not seen to be a pure function of (text, logits).
 
-    Two copies of it are called on a text, on longer and shorter ones and an unrelated one, in opposite orders and each
-    text twice; the processor itself is left alone. Same text, same answer, bit for bit, from either copy. The first
-    call may fill a cache, later ones may change nothing that can be seen, neither in the object nor in its class, its
-    functions' closures or torch's random state. Two rows in a batch must come out as each does alone (to rounding).
+    Two copies of it are called on texts that grow, shrink and change, in opposite orders and each text twice; the
+    processor itself is left alone. Same text, same answer, bit for bit, from either copy. The first call may fill a
+    cache, later ones may change nothing in the object or in torch's random state. Two rows in a batch must come out as
+    each does alone (to rounding). What is kept outside the object (in its class, a closure, a module) is seen only
+    where an answer depends on it; what an object that cannot be pickled keeps, only as far as its attributes print it.
     """
-    _check_kind(processor)
     try:
         with torch.no_grad():
-            fault = _fault(processor, _calls(vocab, torch.device(device)))
+            fault = _fault(processor, vocab, torch.device(device))
     except Exception as error:  # whatever others' code raises
         line = next(iter(str(error).strip().splitlines()), "")
         fault = f"cannot be put to the test ({type(error).__name__}: {line})"
@@ -273,88 +253,43 @@ def check_pure(processor: LogitsProcessor, vocab: int, device: torch.device | st
         )
 
 
-def _calls(vocab: int, device: torch.device) -> list[tuple[Tensor, Tensor]]:
-    """Texts ``[1, n]`` and logits ``[1, V]``. Some draw on a few ids only, so that tokens and n-grams come again."""
-    rng = torch.Generator().manual_seed(0)
-    few = torch.randint(min(vocab, 5), (1, 12), generator=rng)
-    other = torch.randint(vocab, (1, 8), generator=rng)
-    texts = [few[:, :8], few[:, :9], few, other, few[:, :4]]
-    return [(text.to(device), 3 * torch.randn(1, vocab, generator=rng).to(device)) for text in texts]
-
-
-def _fault(processor: Callable[..., Any], calls: list[tuple[Tensor, Tensor]]) -> str:
+def _fault(processor: Callable[..., Tensor], vocab: int, device: torch.device) -> str:
     """What shows that the processor is not pure, in words; empty if nothing does."""
-    one, other = copy.deepcopy(processor), copy.deepcopy(processor)
-    untouched, laws = _state(other), dict[int, Any]()
-    for twin, order in ((one, range(len(calls))), (other, range(len(calls))[::-1])):
-        if twin is other and _state(other) != untouched:
-            return "shares what it remembers with its copies"
-        before = None
-        for i in (*order, *reversed(order)):
-            text = calls[i][0].clone()
-            law = twin(text, calls[i][1].clone())
-            if not torch.equal(text, calls[i][0]) or law.shape != calls[i][1].shape:
+    rng = torch.Generator().manual_seed(0)
+    few = torch.randint(min(vocab, 5), (1, 12), generator=rng).to(device)  # so that tokens and n-grams come again
+    other = torch.randint(vocab, (1, 8), generator=rng).to(device)
+    texts = [few[:, :8], other, few[:, :9], few, few[:, :4]]
+    logits = [3 * torch.randn(1, vocab, generator=rng).to(device) for _ in texts]
+    answers: dict[int, Tensor] = {}
+    for order in (range(len(texts)), range(len(texts))[::-1]):
+        copied, states = copy.deepcopy(processor), set()
+        for i in (*order, *order):
+            text = texts[i].clone()
+            answer = copied(text, logits[i].clone())
+            if not torch.equal(text, texts[i]) or answer.shape != logits[i].shape:
                 return "changes the text, or the number of logits"
-            if laws.setdefault(i, _picture(law, {})) != _picture(law, {}):
+            if not torch.allclose(answer, answers.setdefault(i, answer.clone()), 0, 0, equal_nan=True):
                 return "answers the same text differently at another time"
-            after = _state(twin)
-            if before not in (None, after):
-                return "changes itself from call to call"
-            before = after
-    pair = [calls[0], calls[3]]  # of one length
-    alone = torch.cat([other(text, x.clone()) for text, x in pair])
-    both = other(torch.cat([text for text, _ in pair]), torch.cat([x for _, x in pair]))
-    return "" if torch.allclose(alone, both, 1e-4, 1e-4, equal_nan=True) else "mixes the rows of a batch"
+            states.add((_state(copied), torch.get_rng_state().numpy().tobytes()))
+        if len(states) > 1:
+            return "changes itself, or torch's random state, from call to call"
+    both = copied(torch.cat(texts[:2]), torch.cat(logits[:2]))
+    alone = torch.cat([answers[0], answers[1]])
+    return "" if torch.allclose(both, alone, 1e-4, 1e-4, equal_nan=True) else "mixes the rows of a batch"
 
 
-def _state(processor: Any) -> Any:
-    classes = [dict(vars(kind)) for kind in type(processor).__mro__[:-1]]
-    return _picture([processor, classes, torch.get_rng_state()], {})
-
-
-def _picture(value: Any, seen: dict[int, Any]) -> Any:
-    """All that can be seen of a value, as nested tuples that compare by content: a later change in place shows."""
-    if isinstance(value, (int, str, bytes)):
-        return type(value), value
-    if value is None or isinstance(value, (float, complex, type, ModuleType)):
-        return repr(value)  # a NaN equals itself there
-    if id(value) in seen:
-        return "seen"
-    seen[id(value)] = value  # keeps it alive too, so that no other object takes its id
-    if isinstance(value, Tensor):
-        raw = value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        return str(value.dtype), value.shape, hash(raw)
-    own = getattr(value, "__dict__", None)  # first, for asking may create it
-    if isinstance(value, dict):
-        inside = [part for item in value.items() for part in item]
-    elif isinstance(value, (list, tuple, set, frozenset, deque)):
-        inside = list(value)
-    elif isinstance(value, FunctionType):
-        inside = [value.__defaults__, value.__kwdefaults__, *(cell.cell_contents for cell in value.__closure__ or ())]
-    else:
-        try:  # what pickle would store: reaches into arrays, iterators, slots, random generators
-            inside = [value.__reduce_ex__(2)]
-        except Exception:
-            inside = [repr(value)]
-    return type(value), *[_picture(part, seen) for part in [*inside, own]]
-
-
-# --- shapes of settings -----------------------------------------------------------------------------------
+def _state(processor: object) -> bytes | str:
+    """What an object holds, to be compared with what it holds later."""
+    held = io.BytesIO()
+    try:
+        torch.save(processor, held)  # pickles, and tensors by their content
+    except Exception:
+        return repr(vars(processor))
+    return held.getvalue()
 
 
 def _ids(name: str, value: Any, depth: int) -> Any:
     """Lists nested ``depth`` times, with whole numbers in them, as tuples."""
     if depth == 0:
         return whole(name, value, 0, _MOST)
-    if isinstance(value, (str, bytes, dict)) or not isinstance(value, Iterable):
-        raise SpecDecError(f"{name} holds {value!r} where a list of token ids belongs: give one.")
-    return tuple(_ids(name, item, depth - 1) for item in value)
-
-
-def _plain(value: Any) -> Any:
-    """For ``json``: a processor by its class and public attributes, small tensors and NumPy's numbers by value."""
-    if isinstance(value, LogitsProcessor):
-        public = {key: str(v) if isinstance(v, dict) else v for key, v in vars(value).items() if key[0] != "_"}
-        return {"class": type(value).__name__, **public}
-    small = isinstance(value, (Tensor, np.ndarray, np.generic)) and math.prod(value.shape) <= 64
-    return value.tolist() if small else type(value).__name__
+    return tuple(_ids(name, item, depth - 1) for item in listed(name, value, "a list of token ids"))

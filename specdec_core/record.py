@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -139,17 +140,14 @@ def block_efficiency(records: Records) -> float | None:
 
 def acceptance_length_pooled(records: Records) -> float | None:
     """Tokens per *speculative* pass, *with* the bonus or resampled token, pooled: long requests weigh more."""
-    steps = _speculative(records)
-    return _ratio(tokens_emitted(steps), len(steps))
+    return block_efficiency(_speculative(records))
 
 
 def acceptance_length_per_request(records: Records) -> float | None:
     """Mean over requests of :func:`acceptance_length_pooled`: every request weighs the same."""
-    by_request: dict[int, list[StepRecord]] = {}
-    for r in _speculative(records):
-        by_request.setdefault(r.request, []).append(r)
-    lengths = [tokens_emitted(steps) / len(steps) for steps in by_request.values()]
-    return _ratio(sum(lengths), len(lengths))
+    steps = _speculative(records)
+    passes = Counter(r.request for r in steps)
+    return _ratio(sum(len(r.emitted) / passes[r.request] for r in steps), len(passes))
 
 
 def accepted_per_pass(records: Records) -> float | None:
@@ -175,15 +173,12 @@ def acceptance_by_position(records: Records, kind: Literal["conditional", "joint
     reached so far at all (``joint``: accepted at least i, of the blocks with at least i tokens). A block that a stop
     cut inside its accepted prefix says nothing of the positions behind the stop, and is left out there."""
     steps = _speculative(records)
-    widest = max((len(r.draft_tokens) if r.rejected else r.verified for r in steps), default=0)
+    reach = [max(r.verified, len(r.draft_tokens) if r.rejected else 0) for r in steps]
     result = []
-    for i in range(1, widest + 1):
+    for i in range(1, max(reach, default=0) + 1):
         kept = sum(r.accepted >= i for r in steps)
-        if kind == "joint":
-            known = sum(r.verified >= i or (bool(r.rejected) and len(r.draft_tokens) >= i) for r in steps)
-            result.append(_ratio(kept, known))
-        else:
-            result.append(_ratio(kept, kept + sum(r.rejected and r.accepted == i - 1 for r in steps)))
+        judged = kept + sum(r.rejected and r.accepted == i - 1 for r in steps)
+        result.append(_ratio(kept, judged if kind == "conditional" else sum(n >= i for n in reach)))
     return result
 
 
@@ -199,23 +194,13 @@ def tokens_per_second(records: Records) -> float | None:
     return _ratio(tokens_emitted(_decode(records)), sum(seconds_by_stage(records).values()))
 
 
-METRICS: dict[str, Callable[[Records], float | None]] = {
-    "tokens_emitted": tokens_emitted,
-    "target_passes": target_passes,
-    "block_efficiency": block_efficiency,
-    "acceptance_length_pooled": acceptance_length_pooled,
-    "acceptance_length_per_request": acceptance_length_per_request,
-    "accepted_per_pass": accepted_per_pass,
-    "alpha_hat": alpha_hat,
-    "accepted_over_drafted": accepted_over_drafted,
-    "drafted": lambda records: sum(r.drafted for r in records),
-    "verified": lambda records: sum(r.verified for r in records),
-    "accepted": lambda records: sum(r.accepted for r in records),
-    "degraded_passes": lambda records: sum(r.control == "degraded" for r in records),
-    "tokens_per_second": tokens_per_second,
-}
+_METRICS: tuple[Callable[[Records], float | None], ...]
+_METRICS = (tokens_emitted, target_passes, block_efficiency, acceptance_length_pooled, acceptance_length_per_request)
+_METRICS += (accepted_per_pass, alpha_hat, accepted_over_drafted, tokens_per_second)
 
 
 def summary(records: Records) -> dict[str, float | None]:
     """Every metric by name."""
-    return {name: metric(records) for name, metric in METRICS.items()}
+    counts = {name: sum(getattr(r, name) for r in records) for name in ("drafted", "verified", "accepted")}
+    degraded = sum(r.control == "degraded" for r in records)
+    return {f.__name__: f(records) for f in _METRICS} | counts | {"degraded_passes": degraded}

@@ -49,15 +49,12 @@ class Stops:
         assert self.decode is not None
         longest = max(len(s) for s in self.strings)
         tail = 4 * longest + 4
-        text = self.decode(output[-tail:])
-        while tail < len(output) and len(text) < longest + 1:
+        while len(text := self.decode(output[-tail:])) <= longest and tail < len(output):
             tail *= 2
-            text = self.decode(output[-tail:])
         return any(s in text for s in self.strings)
 
     def text(self, output: Sequence[int]) -> str:
         """The decoded output, ended before the first stop string."""
         assert self.decode is not None
         text = self.decode(output)
-        ends = [i for s in self.strings if (i := text.find(s)) >= 0]
-        return text[: min(ends)] if ends else text
+        return text[: min((text.index(s) for s in self.strings if s in text), default=len(text))]

@@ -8,7 +8,7 @@ A rule answers two questions about a drafted block x_1..x_g, and with them the w
 One uniform number u decides the prefix: n = #{i : u < S_i}. For the token rule S_i is a product of
 min(1, p/q), so this equals one coin per position (a coin per position decides *whether the run goes on*; the
 length of a run has the same law when it is read off one number). Stating a rule by its survival is what lets
-``theory.output_law`` add up the *same code* exactly instead of sampling it.
+``lab.theory.output_law`` add up the *same code* exactly instead of sampling it.
 
 Where several candidates stand at a position, those behind the first are tried at the rejected position alone
 (``try_branches``), each against what the rejected ones left of p.
@@ -25,6 +25,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
+
+from .sampling import likeliest
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ def branch_chances(
     """P(branch j is the one that is kept) ``[B, k-1]``, and what is left of ``law`` when none is: ``[B, V]``."""
     law = law.double()
     if rule is GREEDY:  # the target's preference decides, whatever the candidates' law
-        return (branches == law.argmax(-1, keepdim=True)).double(), law
+        return (branches == likeliest(law).unsqueeze(1)).double(), law
     left = law / law.sum(-1, keepdim=True)
     source = None if q is None else q.double().scatter(-1, rejected.unsqueeze(-1), 0.0)
     going, chances = torch.ones_like(left[:, 0]), []
@@ -135,27 +137,27 @@ def first_invalid(q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
 # --- the pieces rules are made of -------------------------------------------------------------------------
 
 
-def _at(law: Tensor, tokens: Tensor) -> Tensor:
+def at(law: Tensor, tokens: Tensor) -> Tensor:
     """The probability that ``law [B, g, V]`` gives each drafted token: ``[B, g]`` float64."""
     return law[:, : tokens.shape[1]].gather(-1, tokens.unsqueeze(-1)).squeeze(-1).double()
 
 
-def _rows(law: Tensor, n: Tensor) -> Tensor:
+def row_of(law: Tensor, n: Tensor) -> Tensor:
     """Row ``n`` of each ``law [B, g, V]``: ``[B, V]`` float64."""
     return law[torch.arange(len(n), device=n.device), n].double()
 
 
-def _token_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    return (_at(p, tokens) / _at(q, tokens)).nan_to_num(0.0).clamp(max=1.0).cumprod(1)
+def token_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    return (at(p, tokens) / at(q, tokens)).nan_to_num(0.0).clamp(max=1.0).cumprod(1)
 
 
-def _token_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
-    return (_rows(p, n) - _rows(q, n)).clamp(min=0.0)
+def token_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
+    return (row_of(p, n) - row_of(q, n)).clamp(min=0.0)
 
 
 def _balance(p: Tensor, q: Tensor, tokens: Tensor) -> Tensor:
     """How far the block is still no likelier under q than under p: w_0 = 1, w_i = min(1, w_{i-1} p/q): ``[B, g+1]``."""
-    ratio = (_at(p, tokens) / _at(q, tokens)).nan_to_num(0.0)
+    ratio = (at(p, tokens) / at(q, tokens)).nan_to_num(0.0)
     steps = [torch.ones_like(ratio[:, 0])]
     for r in ratio.unbind(1):
         steps.append((steps[-1] * r).clamp(max=1.0))
@@ -177,74 +179,31 @@ def _block_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Te
 
 def _block_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
     w = _balance(p, q, tokens).gather(1, n.unsqueeze(1))
-    return (w * _rows(p, n) - _rows(q, n)).clamp(min=0.0)
+    return (w * row_of(p, n) - row_of(q, n)).clamp(min=0.0)
 
 
-def _greedy_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    return (p[:, : tokens.shape[1]].argmax(-1) == tokens).double().cumprod(1)
+def greedy_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
+    return (likeliest(p[:, : tokens.shape[1]]) == tokens).double().cumprod(1)
 
 
-def _target_law(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
-    return _rows(p, n)
-
-
-def _all_survive(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    return torch.ones(tokens.shape, dtype=torch.float64, device=tokens.device)
-
-
-def _one_hot_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    return _at(p, tokens).cumprod(1)
-
-
-def _one_hot_residual(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
-    rejected = tokens.gather(1, n.unsqueeze(1))
-    return _rows(p, n).scatter(-1, rejected, 0.0)
-
-
-def _typical_survival(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor) -> Tensor:
-    entropy = torch.special.entr(p[:, : tokens.shape[1]].double()).sum(-1)
-    return (_at(p, tokens) > torch.minimum(torch.tensor(0.3), 0.09**0.5 * (-entropy).exp())).double().cumprod(1)
+def target_row(p: Tensor, q: Tensor, tokens: Tensor, lengths: Tensor, n: Tensor) -> Tensor:
+    return row_of(p, n)
 
 
 GREEDY = Rule(
     "greedy",
-    _greedy_survival,
-    _target_law,
+    greedy_survival,
+    target_row,
     True,
     "Stern et al. 2018, section 3; Leviathan et al. 2023, 2.3 at T=0",
     True,
 )
 TOKEN = Rule(
     "token",
-    _token_survival,
-    _token_residual,
+    token_survival,
+    token_residual,
     True,
     "Leviathan et al. 2023, algorithm 1; Chen et al. 2023, algorithm 2",
     True,
 )
 BLOCK = Rule("block", _block_survival, _block_residual, True, "Sun et al. 2024 (arXiv 2403.10444), algorithm 2")
-
-# Wrong on purpose. They exist so that the tests of the law are seen to catch them, and are refused elsewhere.
-LOSSY = {
-    "always_accept": Rule("always_accept", _all_survive, _target_law, False, "planted: keeps every drafted token"),
-    "resample_from_p": Rule(
-        "resample_from_p", _token_survival, _target_law, False, "planted: p in place of the residual (p - q)+"
-    ),
-    "one_hot_residual": Rule(
-        "one_hot_residual",
-        _token_survival,
-        _one_hot_residual,
-        False,
-        "planted: residual as if q were one-hot (condition A11)",
-    ),
-    "one_hot_accept": Rule(
-        "one_hot_accept", _one_hot_survival, _token_residual, False, "planted: accepts with p(x) as if q were one-hot"
-    ),
-    "typical": Rule(
-        "typical", _typical_survival, _target_law, False, "Cai et al. 2024 (Medusa), section 2.3.1: lossy by design"
-    ),
-    "greedy_at_t": Rule(
-        "greedy_at_t", _greedy_survival, _target_law, False, "planted: the greedy rule used for sampling"
-    ),
-}
-RULES = {rule.name: rule for rule in (GREEDY, TOKEN, BLOCK, *LOSSY.values())}

@@ -188,7 +188,7 @@ def test_a_character_whose_tokens_are_not_all_there_is_held_back():
     ("options", "word"),
     [
         ({"rule": "typical", "temperature": 1.0}, "rule"),
-        ({"rule": "block", "candidates": 2, "temperature": 1.0}, "block"),
+        ({"rule": "block", "candidates": 2, "temperature": 1.0, "drafter": "self"}, "block"),
         ({"control": "magic"}, "control"),
         ({"max_batch": 0}, "max_batch"),
         ({"candidates": 0}, "candidates"),

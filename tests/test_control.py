@@ -15,9 +15,9 @@ from kit import ScriptedDrafter, block, decode, noisy_copy, tiny_llama
 from specdec_core import Adaptive, Fallback, Fixed, Heuristic, SamplingPolicy, SpecDecError
 from specdec_core.control import Acceptance, Costs, Observation
 from specdec_core.drafters import ModelDrafter
+from specdec_core.lab.theory import best_gamma, expected_tokens, walltime_factor
 from specdec_core.loop import Settings
 from specdec_core.record import STAGES
-from specdec_core.theory import best_gamma, expected_tokens, walltime_factor
 
 
 @dataclass

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from specdec_core import SamplingPolicy, generate, generate_batch, load_pair
-from specdec_core.identity import first_divergence
 from specdec_core.lab import workloads
+from specdec_core.lab.identity import first_divergence
 from specdec_core.lab.law import pair_law
-from specdec_core.verify import BLOCK, LOSSY, TOKEN
+from specdec_core.lab.lossy import LOSSY
+from specdec_core.verify import BLOCK, TOKEN
 
 FULL = os.environ.get("SPECDEC_FULL") == "1"
 TOKENS = 48 if FULL else 24

@@ -7,7 +7,6 @@ from .model import ModelDrafter
 from .prompt_lookup import PromptLookupDrafter
 from .reduced import most_frequent, reduced_head
 from .suffix import SuffixDrafter
-from .synthetic import SyntheticDrafter
 from .translated import TranslatedDrafter
 
 __all__ = [
@@ -18,7 +17,6 @@ __all__ = [
     "PromptLookupDrafter",
     "Proposal",
     "SuffixDrafter",
-    "SyntheticDrafter",
     "TranslatedDrafter",
     "early_exit",
     "most_frequent",

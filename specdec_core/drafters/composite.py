@@ -47,6 +47,9 @@ class CompositeDrafter(Parts):
     """
 
     def __init__(self, first: Drafter, second: Drafter, min_length: int = 1):
+        for part in (first, second):
+            if not isinstance(part, Drafter):
+                raise SpecDecError(f"{part!r} is no drafter: give two, of which the first chooses its tokens.")
         self.first, self.second, self.parts, self.min_length = first, second, (first, second), min_length
         self.name, self.candidates = f"{first.name}+{second.name}", second.candidates
         self.synthetic = first.synthetic or second.synthetic

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..caches import ModelCache
-from ..errors import number, whole
+from ..errors import SpecDecError, number, whole
 from ..processors import Processing
 from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary
 from .base import Drafter, Proposal
@@ -42,6 +42,9 @@ class ModelDrafter(Drafter):
         processing: Processing | None = None,
         capacity: int | None = None,
     ):
+        if not isinstance(policy, SamplingPolicy):
+            raise SpecDecError(f"policy={policy!r} is not possible: give a SamplingPolicy.")
+        whole("vocab", vocab, 1, 2**31)
         number("confidence", confidence, lambda c: 0 <= c < 1, "a probability below 1, where 0 is off")
         whole("candidates", candidates, 1, min(vocab, 64))
         self.model, self.policy, self.vocab, self.confidence = model, policy, vocab, confidence
@@ -74,67 +77,65 @@ class ModelDrafter(Drafter):
         if width == 0:
             full = f"the draft's context of {self.cache.limit} tokens is full"
             return Proposal.nothing(len(room), device, f"{full}, or the text holds a token it does not know")
-        self._prefill(sequences, room)
-        held = [min(h, len(t) - 1) if r else h for h, t, r in zip(self.cache.lengths, sequences, room, strict=True)]
-        self.cache.rewind(held)  # the last token is fed again where nothing is new: its logits are wanted
-        new = [list(s[h:]) if r else [] for s, h, r in zip(sequences, held, room, strict=True)]
-        logits = self._feed(self.cache, new)
-        base = self.cache.lengths
-        columns: list[Tensor] = []  # [B, k]: the candidates of each position
-        laws, beliefs = [], []
+        logits = self._read(sequences, room)
+        base, k = self.cache.lengths, self.candidates
         going = torch.ones(len(room), dtype=torch.bool, device=device)
         lengths = torch.zeros(len(room), dtype=torch.int64, device=device)
+        tokens = lengths.new_zeros(len(room), width, k)
+        laws: list[Tensor] = []
+        beliefs: list[Tensor] = []
         for i in range(width):
-            drafted = torch.stack([c[:, 0] for c in columns], 1) if columns else lengths.new_zeros(len(room), 0)
-            law, belief = self._laws(logits, sequences, drafted)
-            # No law where processors forbid all that the draft knows; nothing behind a token that it does not know.
-            going = going & torch.isfinite(belief.amax(-1)) & (belief.amax(-1) >= self.confidence)
-            if columns and self.known < self.vocab:
-                going = going & (columns[-1][:, 0] < self.known)
+            law, belief = self._laws(logits, sequences, tokens[:, :i, 0])
+            # No law (NaN) where processors forbid all that the draft knows.
+            going &= belief.amax(-1) >= self.confidence
+            if i and self.known < self.vocab:  # nothing behind a token that it does not know
+                going &= tokens[:, i - 1, 0] < self.known
             lengths += going
-            columns.append(self._pick(law, belief, u[:, i * self.candidates : (i + 1) * self.candidates]))
+            tokens[:, i] = self._pick(law, belief, u[:, i * k : (i + 1) * k])
             laws.append(law)
             beliefs.append(belief)
             # On a CPU asking costs nothing; on a GPU the block runs on, since a read would wait for it.
             if self.confidence and device.type == "cpu" and not going.any():
                 break
             if i + 1 < width:
-                logits = self.cache.extend(columns[-1][:, :1].clamp(max=self.known - 1))
+                logits = self.cache.extend(tokens[:, i, :1].clamp(max=self.known - 1))
+        n = len(laws)
         # Rows with less room than the widest ran along for the shape's sake: what they drafted beyond it is no text.
-        self.sound = [b + min(len(columns), max(r, 1)) - 1 for b, r in zip(base, room, strict=True)]
-        tokens = torch.stack(columns, 1)
+        self.sound = [b + min(n, max(r, 1)) - 1 for b, r in zip(base, room, strict=True)]
         return Proposal(
-            tokens[..., 0],
+            tokens[:, :n, 0],
             torch.minimum(lengths, torch.tensor(room, device=device)),
             None if self.policy.greedy else torch.stack(laws, 1),
-            [min(r, len(columns)) for r in room],
+            [min(r, n) for r in room],
             torch.stack(beliefs, 1),
-            tokens[..., 1:] if self.candidates > 1 else None,
+            tokens[:, :n, 1:] if k > 1 else None,
         )
 
-    def _follows(self, text: Sequence[int]) -> bool:
-        """Whether the draft can hold this text: its context has room, and it knows every token."""
-        limit = self.cache.limit
-        return (limit is None or len(text) <= limit) and (self.known >= self.vocab or max(text) < self.known)
-
     def _possible(self, text: Sequence[int], room: int) -> int:
-        if not room or not self._follows(text):
+        """The room that the draft's context leaves; none behind a text with a token that it does not know."""
+        if not room or (self.known < self.vocab and max(text) >= self.known):
             return 0
-        return room if self.cache.limit is None else min(room, self.cache.limit - len(text) + 1)
+        return room if self.cache.limit is None else max(0, min(room, self.cache.limit - len(text) + 1))
+
+    def _read(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> Tensor:
+        """Feed what the cache lacks of each text for which there is room: logits ``[B, 1, V]`` behind it."""
+        self._prefill(sequences, room)
+        held = [min(h, len(t) - 1) if r else h for h, t, r in zip(self.cache.lengths, sequences, room, strict=True)]
+        self.cache.rewind(held)  # the last token is fed again where nothing is new: its logits are wanted
+        return self._feed(self.cache, [s[h:] if r else [] for s, h, r in zip(sequences, held, room, strict=True)])
 
     def _prefill(self, sequences: Sequence[Sequence[int]], room: Sequence[int]) -> None:
         """Feed newcomers all but the last token of their text apart from the rows that hold theirs already, which
         would otherwise be padded to the newcomers' length."""
         held = self.cache.lengths
         new = [b for b, h in enumerate(held) if h == 0 and room[b] and len(sequences[b]) > 1]
-        if not new or len(new) == len(held) or self.capacity:
+        if not new or not any(held) or self.capacity:
             return
-        fresh = ModelCache(self.model, len(new))
-        self._feed(fresh, [list(sequences[b][:-1]) for b in new])
-        order = [b for b in range(len(held)) if b not in new] + new
-        self.cache.keep([b for b in order if b not in new])
+        fresh, old = ModelCache(self.model, len(new)), [b for b in range(len(held)) if b not in new]
+        self._feed(fresh, [sequences[b][:-1] for b in new])
+        self.cache.keep(old)
         self.cache.append(fresh)
-        self.cache.keep([order.index(b) for b in range(len(held))])
+        self.cache.keep([(old + new).index(b) for b in range(len(held))])
 
     def _feed(self, cache: ModelCache, new: Sequence[Sequence[int]]) -> Tensor:
         """Feed each row what it lacks of its text (two tokens after a block kept whole): logits ``[B, 1, V]``."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,33 +16,21 @@ from ..sampling import SamplingPolicy
 from .base import Proposal
 from .model import ModelDrafter
 
-# Byte-level BPE writes each byte as a letter: those with a visible one in Latin-1 as that, the others from 256 on.
-_SEEN = [*range(33, 127), *range(161, 173), *range(174, 256)]
-_BYTES = {chr(byte): byte for byte in _SEEN} | {
-    chr(256 + n): byte for n, byte in enumerate(byte for byte in range(256) if byte not in _SEEN)
-}
-_BYTE = re.compile("<0x([0-9A-F]{2})>")  # how sentencepiece writes one
 
-
-def pieces(tokenizer: PreTrainedTokenizerBase) -> dict[bytes, int]:
-    """The ordinary tokens by what they add to a text: a leading space is one, whichever way it is written."""
-    added = tokenizer.added_tokens_decoder
-    special = {*tokenizer.all_special_ids, *(i for i, token in added.items() if token.special)}
+@lru_cache(maxsize=4)
+def pieces(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
+    """The ordinary tokens by what they add to a text, a leading space included. One that is a part of a character is
+    known by its own spelling, so that tokenizers that spell bytes alike share it."""
+    special = {*tokenizer.all_special_ids, *(i for i, t in tokenizer.added_tokens_decoder.items() if t.special)}
     vocab = {token: i for token, i in tokenizer.get_vocab().items() if i not in special}
-    words = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "WordPiece"
-    bytewise = all(c in _BYTES for token, i in vocab.items() if i not in added for c in token)
-
-    def meaning(token: str) -> bytes:
-        if not bytewise and (byte := _BYTE.fullmatch(token)):
-            return bytes.fromhex(byte[1])
-        if vocab[token] in added:
-            return token.encode()
-        if words:
-            return (token[2:] if token.startswith("##") else f" {token}").encode()
-        return bytes(_BYTES[c] for c in token) if bytewise else token.replace("▁", " ").encode()
-
-    # A letter may have a token beside that of its byte: it comes last and counts, since texts are written with it.
-    return {meaning(token): vocab[token] for token in sorted(vocab, key=lambda token: not _BYTE.fullmatch(token))}
+    # A letter may have a token beside that of its byte: the shorter comes last and counts, texts are written with it.
+    names = sorted(vocab, key=len, reverse=True)
+    before = tokenizer("a", add_special_tokens=False).input_ids
+    start, *texts = tokenizer.batch_decode(
+        [before, *([*before, vocab[name]] for name in names)], clean_up_tokenization_spaces=False
+    )
+    added = {name: text[len(start) :] for name, text in zip(names, texts, strict=True)}
+    return {(f"\ufffd{name}" if "\ufffd" in text else text): vocab[name] for name, text in added.items()}
 
 
 def shared_tokens(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> list[tuple[int, int]]:
@@ -90,7 +78,7 @@ class TranslatedDrafter(ModelDrafter):
         first = tokenizer("a").input_ids[:1]
         self.lead = first if first == [tokenizer.bos_token_id] else []
         super().__init__(model, policy, own, **{**kwargs, "processing": None, "capacity": None})
-        if self.cache.states.layers:
+        if self.cache.layout.recurrent:
             raise SpecDecError(
                 f"Draft '{model.config.model_type}' keeps a recurrent state, which cannot follow a text that is read "
                 "anew: take one with attention."

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from ..errors import SpecDecError
 from .convert import DEFAULT_MODEL, LICENCE, cache_dir, check_folder, fetch_default, file_sha256, model_dir
+from .drafts import SHARED, read_shared, share_embeddings, whole
 from .store import code_root, project_root
 
 if TYPE_CHECKING:
@@ -125,6 +126,8 @@ def locate(ref: str, revision: str | None = None) -> Located:
         if folder.is_dir():
             if not (folder / "config.json").is_file():
                 raise SpecDecError(f"{ref} is a folder without config.json: give a Hugging Face model folder.")
+            if (folder / SHARED).is_file():
+                folder = whole(folder, locate(read_shared(folder)["target"]).folder)
             return Located(folder.resolve(), None)
     if Path(ref).is_absolute() or ref.startswith((".", "~")) or ref.count("/") > 1:
         raise SpecDecError(f"There is no model folder {ref}: check the path (it is read from the current folder).")
@@ -435,6 +438,7 @@ def _load_draft(
         return None, None, None
     theirs = load_tokenizer(spec.draft.ref, spec.draft.revision)
     draft = load_model(spec.draft.ref, revision=spec.draft.revision, **options)
+    share_embeddings(draft, target)
     translated = tokenizer.get_vocab() != theirs.get_vocab()
     if not translated:
         sizes = [int(model.config.get_text_config(decoder=True).vocab_size) for model in (target, draft)]

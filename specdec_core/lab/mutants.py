@@ -25,21 +25,23 @@ from rich.table import Table
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .. import caches, commit, loop, state
+from .. import commit, layout, loop, state
 from ..caches import ModelCache
 from ..control import Plan
 from ..drafters import Drafter, ModelDrafter, Proposal
+from ..layers import States
 from ..loop import Request, Settings
 from ..processors import Processing
 from ..sampling import RequestRandom, SamplingPolicy, distribution
 from ..state import Decoding
 from ..stops import Stops
-from ..theory import target_law
-from ..verify import BLOCK, LOSSY, TOKEN
+from ..verify import BLOCK, TOKEN
 from .architectures import PROMPTS, VOCAB, Reference, examine, tiny
+from .lossy import LOSSY
 from .proof import p_text
 from .stats import detectable_distance, law_test
 from .table_model import TableModel
+from .theory import target_law
 
 FALSE_ALARM, ROWS = 1e-6, 2500
 GREEDY, SAMPLED, TOP_2 = SamplingPolicy(), SamplingPolicy(1.0), SamplingPolicy(1.0, top_k=2)
@@ -257,9 +259,9 @@ MUTANTS = (
     Mutant("branch not moved", "C3", "a kept branch's keys stay where they were", _swap(loop, "join_branches",
         lambda f: lambda *a: None), "two candidates leave the greedy text", partial(_processed, 2)),
     Mutant("state not restored", "C5", "a recurrent state keeps the rejected tokens", _swap(
-        ModelCache, "_rewind_states", lambda f: lambda self, lengths: self.states.kept.clear()),
+        States, "rewind", lambda f: lambda self, lengths: self.kept.clear()),
         "rows with a recurrent state equal plain passes", partial(_as_plain_passes, "mamba2")),
-    Mutant("no window", "C5", "a ragged mask leaves the window out", _swap(caches, "_windows", lambda f: lambda *a:
+    Mutant("no window", "C5", "a ragged mask leaves the window out", _swap(layout, "_windows", lambda f: lambda *a:
         dict.fromkeys(f(*a))), "rows with a window equal plain passes", partial(_as_plain_passes, "mistral")),
     Mutant("wrong row stays", "C9", "when a row leaves, another's keys stay in its place", _swap(ModelCache, "keep",
         lambda f: lambda self, rows: (n := [self.lengths[b] for b in rows], f(self, range(len(n))),

@@ -14,9 +14,9 @@ from matplotlib.patches import Patch, Rectangle
 
 from ..api import Output, Pair
 from ..record import STAGES, seconds_by_stage, target_passes, tokens_emitted
-from ..theory import best_gamma, expected_tokens, walltime_factor
 from .show import COLOURS, MEANING, Kind
 from .stats import Interval
+from .theory import best_gamma, expected_tokens, walltime_factor
 
 STAGE_COLOURS = {
     "draft": "#CC79A7",

@@ -16,7 +16,12 @@ from ..drafters import ModelDrafter, Proposal
 from ..loop import Request, Settings, speculative_decoding
 from ..record import acceptance_length_pooled, alpha_hat, target_passes, tokens_emitted
 from ..sampling import RequestRandom, SamplingPolicy
-from ..theory import (
+from ..verify import BLOCK, TOKEN, Rule
+from .lossy import LOSSY
+from .replay import predict, replay
+from .stats import Interval, bootstrap, detectable_distance, law_test, power_against
+from .table_model import iid
+from .theory import (
     Law,
     best_gamma,
     constant_law,
@@ -29,10 +34,6 @@ from ..theory import (
     target_law,
     walltime_factor,
 )
-from ..verify import BLOCK, LOSSY, TOKEN, Rule
-from .replay import predict, replay
-from .stats import Interval, bootstrap, detectable_distance, law_test, power_against
-from .table_model import iid
 
 # Published by Leviathan, Kalman, Matias 2023, table 1: (alpha, gamma, operations, speed), draft cost neglected.
 LEVIATHAN_TABLE_1 = (

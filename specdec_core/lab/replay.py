@@ -17,7 +17,7 @@ from ..api import Output, Pair
 from ..drafters import PromptLookupDrafter
 from ..errors import SpecDecError
 from ..sampling import SamplingPolicy, distribution, fit_vocabulary
-from ..theory import expected_tokens
+from .theory import expected_tokens
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Conditions A: at temperature above 0 the law of the output is the target's.
 
-Laws are added up exactly (``theory.output_law`` runs the verification functions themselves); the loop as a whole is
+Laws are added up exactly (``lab.theory.output_law`` runs the verification functions themselves); the loop as a whole is
 then run on thousands of rows and held against the exact law by a test whose power is stated.
 """
 
@@ -15,10 +15,11 @@ from scipy.stats import chisquare
 
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.drafters import ModelDrafter, Proposal
+from specdec_core.lab.lossy import LOSSY
+from specdec_core.lab.theory import constant_law, law_distance, output_law, random_law, step_law, target_law
 from specdec_core.loop import Settings
 from specdec_core.sampling import distribution, draw
-from specdec_core.theory import constant_law, law_distance, output_law, random_law, step_law, target_law
-from specdec_core.verify import GREEDY, LOSSY, TOKEN, accept, first_invalid, next_law
+from specdec_core.verify import GREEDY, TOKEN, accept, first_invalid, next_law
 
 EXACT = 1e-12
 FALSE_ALARM = 1e-6  # per test; with 4,000 rows a law off by 0.06 in total variation is then missed less than 1 in 1,000

@@ -11,9 +11,7 @@ from scipy.stats import chisquare
 
 from specdec_core import Processing, SamplingPolicy
 from specdec_core.drafters import Drafter, ModelDrafter, Proposal
-from specdec_core.loop import Settings
-from specdec_core.sampling import distribution
-from specdec_core.theory import (
+from specdec_core.lab.theory import (
     chosen_candidates,
     constant_law,
     drawn_candidates,
@@ -24,6 +22,8 @@ from specdec_core.theory import (
     step_law,
     target_law,
 )
+from specdec_core.loop import Settings
+from specdec_core.sampling import distribution
 from specdec_core.verify import BLOCK, GREEDY, TOKEN, accept, branch_chances, next_law, try_branches
 
 EXACT = 1e-12

@@ -8,7 +8,7 @@ from kit import TableModel, decode, tiny_llama
 
 from specdec_core import SamplingPolicy
 from specdec_core.drafters import ModelDrafter, PromptLookupDrafter
-from specdec_core.identity import first_divergence
+from specdec_core.lab.identity import first_divergence
 from specdec_core.loop import Settings
 
 GREEDY = SamplingPolicy()

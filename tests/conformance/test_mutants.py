@@ -12,10 +12,11 @@ import torch
 import typer
 
 from specdec_core.lab import mutants
+from specdec_core.lab.lossy import LOSSY
 from specdec_core.lab.mutants import A2, MUTANTS, P, Q, Wrong
 from specdec_core.lab.stats import power_against
-from specdec_core.theory import output_law, target_law
-from specdec_core.verify import BLOCK, LOSSY, TOKEN
+from specdec_core.lab.theory import output_law, target_law
+from specdec_core.verify import BLOCK, TOKEN
 
 NAMES = [m.name for m in MUTANTS]
 BY_NAME = {m.name: m for m in MUTANTS}

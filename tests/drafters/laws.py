@@ -13,8 +13,8 @@ from torch import Tensor
 
 from specdec_core import SamplingPolicy
 from specdec_core.drafters import Drafter
+from specdec_core.lab.theory import Law, Prefix, law_distance, step_law, target_law
 from specdec_core.loop import Request, Settings
-from specdec_core.theory import Law, Prefix, law_distance, step_law, target_law
 from specdec_core.verify import TOKEN
 
 FALSE_ALARM = 1e-6

@@ -10,7 +10,7 @@ from laws import FALSE_ALARM, PROMPTS, as_alone, distance_from_target, samples_p
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.drafters import ModelDrafter, PromptLookupDrafter, Proposal
 from specdec_core.drafters.composite import CompositeDrafter
-from specdec_core.theory import random_law
+from specdec_core.lab.theory import random_law
 
 GREEDY, WARM = SamplingPolicy(), SamplingPolicy(1.0)
 REPEATS, NOVEL = [1, 2, 3, 4, 1, 2], [9, 8, 7]
@@ -138,6 +138,21 @@ def test_a_first_drafter_that_draws_is_refused():
     drafter.join([NOVEL[:2]])
     with pytest.raises(SpecDecError, match="'model' draws its tokens"):
         propose(drafter, [NOVEL], [2])
+
+
+@pytest.mark.parametrize("parts", [(PromptLookupDrafter(), None), (PromptLookupDrafter, PromptLookupDrafter())])
+def test_a_part_that_is_no_drafter_is_refused_in_one_line(parts):
+    with pytest.raises(SpecDecError, match="is no drafter: give two") as caught:
+        CompositeDrafter(*parts)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("policy", "vocab", "said"), [(1.0, 64, "policy=1.0"), (WARM, 64.0, "vocab=64.0"), (WARM, 0, "vocab=0")]
+)
+def test_a_model_drafter_refuses_what_is_no_policy_and_no_vocabulary(policy, vocab, said):
+    with pytest.raises(SpecDecError, match=said):
+        ModelDrafter(tiny_llama(), policy, vocab)
 
 
 def test_a_synthetic_part_marks_the_whole():

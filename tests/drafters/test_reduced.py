@@ -19,7 +19,7 @@ from transformers import (
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.drafters import ModelDrafter
 from specdec_core.drafters.reduced import most_frequent, reduced_head
-from specdec_core.theory import random_law
+from specdec_core.lab.theory import random_law
 
 SIZE = {"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

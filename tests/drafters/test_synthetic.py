@@ -10,8 +10,8 @@ from scipy.stats import binomtest
 
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.drafters import ModelDrafter
-from specdec_core.drafters.synthetic import SyntheticDrafter
-from specdec_core.theory import acceptance_rate, random_law
+from specdec_core.lab.synthetic import SyntheticDrafter
+from specdec_core.lab.theory import acceptance_rate, random_law
 
 GREEDY, WARM = SamplingPolicy(), SamplingPolicy(1.0)
 COINS = torch.zeros(3, 16, dtype=torch.float64)

@@ -9,7 +9,7 @@ from kit import decode, noisy_copy, tiny_llama
 from specdec_core import SamplingPolicy
 from specdec_core.caches import ModelCache
 from specdec_core.drafters import ModelDrafter, PromptLookupDrafter
-from specdec_core.identity import first_divergence
+from specdec_core.lab.identity import first_divergence
 from specdec_core.loop import Settings
 from specdec_core.record import seconds_by_stage
 from specdec_core.verify import BLOCK

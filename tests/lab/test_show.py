@@ -12,8 +12,8 @@ from kit import noisy_copy, pair_of, tiny_llama
 from rich.console import Console
 
 from specdec_core import generate
-from specdec_core.identity import same_text
 from specdec_core.lab import plots, proof, show, stages
+from specdec_core.lab.identity import same_text
 from specdec_core.lab.measure import interleaved, ratios_by_prompt, verdict
 from specdec_core.lab.stats import Interval
 

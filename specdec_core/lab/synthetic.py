@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..drafters import Drafter, ModelDrafter, Proposal
+from ..drafters.composite import Parts
 from ..errors import SpecDecError, number
 from ..sampling import SamplingPolicy, distribution, draw
-from .base import Drafter, Proposal
-from .composite import Parts
-from .model import ModelDrafter
 
 
 class SyntheticDrafter(Parts):

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .verify import Rule, branch_chances, next_law
+from ..verify import Rule, branch_chances, next_law
 
 Prefix = tuple[int, ...]
 Law = Callable[[Prefix], Tensor]  # text so far -> [V] float64 probabilities of the next token

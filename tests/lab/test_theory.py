@@ -10,9 +10,7 @@ from specdec_core import SamplingPolicy, generate
 from specdec_core.drafters import PromptLookupDrafter
 from specdec_core.lab import proof
 from specdec_core.lab.replay import Replay, predict, replay
-from specdec_core.loop import Settings
-from specdec_core.record import target_passes
-from specdec_core.theory import (
+from specdec_core.lab.theory import (
     acceptance_rate,
     accepted_over_drafted,
     best_gamma,
@@ -25,6 +23,8 @@ from specdec_core.theory import (
     total_variation,
     walltime_factor,
 )
+from specdec_core.loop import Settings
+from specdec_core.record import target_passes
 from specdec_core.verify import TOKEN
 
 PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
