@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from ..api import Pair
 from ..caches import ModelCache
 from ..errors import SpecDecError
+from .convert import cache_dir
 
 TEMPERATURES = (0.0, 0.0, 0.7)  # of answers, in turn
 QUESTION = 0.8  # temperature of questions
@@ -68,6 +69,11 @@ def write(
             _save(path, texts)
             bar.set_postfix(tokens=sum(len(t.tokens) for t in texts))
     return paths
+
+
+def folder_for(weights: str, batch: int, question: int, answer: int) -> Path:
+    """Where texts of the target with these weights (a SHA-256) and these settings are kept between runs."""
+    return cache_dir() / "corpora" / f"{weights[:12]}-{batch}-{question}-{answer}"
 
 
 def read(paths: Sequence[Path]) -> Iterator[Text]:

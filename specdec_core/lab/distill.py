@@ -12,11 +12,12 @@ drafting (``draft_head``); elsewhere q is 0.
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import math
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +30,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..api import Pair
+from ..drafters.reduced import most_frequent, reduced_head
 from ..errors import SpecDecError
 from . import corpus
+from .drafts import save_draft, share_embeddings
 
 LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
 
@@ -96,10 +99,27 @@ def lessons(shards: Sequence[Path]) -> list[Lesson]:
     return found
 
 
-def frequent(texts: Sequence[corpus.Text], count: int) -> list[int]:
-    """The ``count`` tokens that the target wrote most often, in order of their ids."""
-    seen = Counter(int(t) for text in texts for t in text.tokens[text.start :])
-    return sorted(token for token, _ in seen.most_common(count))
+def split(taught: Sequence[Lesson], one_in: int = 12) -> tuple[list[Lesson], list[Lesson]]:
+    """To learn from, and held out: by the hash of the text, so that a text is always on one side."""
+    held = [int(hashlib.sha256(x.text.tokens.tobytes()).hexdigest()[:8], 16) % one_in == 0 for x in taught]
+    learned = [x for x, out in zip(taught, held, strict=True) if not out]
+    kept = [x for x, out in zip(taught, held, strict=True) if out]
+    if not learned or not kept:
+        raise SpecDecError(f"{len(taught)} texts are too few to learn from and to hold some out: write more shards.")
+    return learned, kept
+
+
+def written(taught: Sequence[Lesson]) -> list[int]:
+    """Every token that the target wrote."""
+    return [int(token) for x in taught for token in x.text.tokens[x.text.start :]]
+
+
+def covered(taught: Sequence[Lesson], held_out: Sequence[Lesson], sizes: Sequence[int], vocab: int) -> list[float]:
+    """The share of tokens in held-out texts that are among the most frequent of the others, for each number kept."""
+    seen, tokens = written(taught), written(held_out)
+    return [
+        sum(t in kept for t in tokens) / len(tokens) for kept in (set(most_frequent(seen, k, vocab)) for k in sizes)
+    ]
 
 
 # --- the student ------------------------------------------------------------------------------------------
@@ -307,3 +327,36 @@ class Trainer:
         self.model.load_state_dict(state["model"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.progress = Progress(**state["progress"])
+
+
+# --- what comes of it -------------------------------------------------------------------------------------
+
+
+def with_draft(pair: Pair, model: PreTrainedModel, ids: Sequence[int]) -> Pair:
+    """The pair with a student as its draft: in the target's number format, its head cut to ``ids``."""
+    draft = copy.deepcopy(model).to(pair.target.dtype).eval().requires_grad_(False)  # type: ignore[arg-type]
+    share_embeddings(draft, pair.target)
+    return replace(pair, draft=reduced_head(draft, ids), drafter="composite")
+
+
+def card(name: str, facts: Mapping[str, Any], by_kind: Mapping[str, float]) -> str:
+    """The model card that stands beside a shipped draft: where it came from and how often it agrees, by kind."""
+    lines = [f"# {name}", "", "A draft for speculative decoding, distilled from its target's own texts.", ""]
+    lines += ["| what | |", "|---|---|", *(f"| {key} | {value} |" for key, value in facts.items()), ""]
+    lines += ["Held-out texts, share of tokens where draft and target prefer the same one:", ""]
+    lines += [
+        "| kind | agreement |",
+        "|---|---|",
+        *(f"| {kind} | {value:.2f} |" for kind, value in by_kind.items()),
+        "",
+    ]
+    lines += ["The tensors that it shares with its target are not in this folder (see `shared.json`).", ""]
+    return "\n".join(lines)
+
+
+def save(trainer: Trainer, pair: Pair, folder: Path, facts: Mapping[str, Any], by_kind: Mapping[str, float]) -> None:
+    """Everything that ships: weights of its own, the ids of its output head, and the card."""
+    ref, sha = str(pair.lineage["target_ref"]), str(pair.lineage["target_weights_sha256"])
+    save_draft(trainer.model, folder, ref, sha)
+    (folder / "head.json").write_text(json.dumps(trainer.ids.tolist()) + "\n", encoding="utf-8")
+    (folder / "README.md").write_text(card(folder.name, facts, by_kind), encoding="utf-8")

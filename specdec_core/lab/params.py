@@ -67,9 +67,32 @@ class TheoryParams(NotebookParams):
     temperature: float = Field(0.7, ge=0, le=10, allow_inf_nan=False)
 
 
+class DistillationParams(NotebookParams):
+    """draft_distillation: a draft made from a target's own layers and its own texts."""
+
+    drafter: Drafter = "composite"
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    shards: int = Field(2, ge=1, le=10_000)
+    batch: int = Field(32, ge=8, le=4096)
+    question: int = Field(40, ge=1, le=4096)
+    answer: int = Field(64, ge=1, le=4096)
+    layers: list[Annotated[int, Field(ge=0)]] = Field([0, 29], min_length=1)
+    head: int = Field(8192, ge=16)
+    losses: list[str] = Field(["forward_kl", "total_variation"], min_length=1)
+    steps: int = Field(40, ge=1)
+    step_tokens: int = Field(2048, ge=64)
+    rate: float = Field(1e-3, gt=0, lt=1)
+    folder: str = ""
+    save_to: str = ""
+    prompts: int = Field(6, ge=1, le=1000)
+    max_new_tokens: int = Field(48, ge=1, le=4096)
+    gamma: Gamma = 4
+
+
 NOTEBOOKS: dict[str, type[NotebookParams]] = {
     "00_quickstart": QuickstartParams,
     "01_theory_proof": TheoryParams,
+    "draft_distillation": DistillationParams,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -226,6 +227,50 @@ def prediction(
     right.axhline(0, color="black", linewidth=1)
     right.set_xticks(range(len(gammas)), [str(g) for g in gammas])
     right.set(xlabel="block length γ (tokens)", ylabel="error of the prediction (%)", title=note)
+    headline(figure, title)
+    return figure
+
+
+def shares(values: Mapping[str, float], title: str, label: str, overall: float | None = None) -> Figure:
+    """A bar a name, the highest on top, perhaps with the figure over all as a line."""
+    ordered = sorted(values.items(), key=lambda item: item[1])
+    figure, axes = plt.subplots(figsize=(8, 0.8 + 0.26 * len(ordered)))
+    axes.barh([name for name, _ in ordered], [value for _, value in ordered], color=LINES[0], height=0.7)
+    for i, (_, value) in enumerate(ordered):
+        axes.text(value, i, f" {value:.2f}", va="center", fontsize=8)
+    if overall is not None:
+        axes.axvline(overall, color=LINES[1], linewidth=1.2, label=f"all: {overall:.2f}")
+        axes.legend(loc="lower right")
+    axes.set(xlabel=label, xlim=(0, 1.05))
+    headline(figure, title)
+    return figure
+
+
+def learning(rows: Sequence[Mapping[str, Any]], title: str) -> Figure:
+    """Acceptance on held-out texts over the steps of a training; a dotted line where its loss changes."""
+    figure, axes = plt.subplots(figsize=(8, 3.2))
+    steps = [row["step"] for row in rows]
+    for name, words in (("greedy", "same preference"), ("alpha_07", "Σ min(p, q) at T = 0.7"), ("alpha", "at T = 1")):
+        axes.plot(steps, [row[name] for row in rows], marker="o", markersize=3, label=words)
+    for before, after in itertools.pairwise(rows):
+        if before["learns"] != after["learns"]:
+            axes.axvline(before["step"], color="#888888", linestyle=":")
+            axes.text(before["step"], 0.01, f" {after['learns']}", fontsize=8, color="#555555")
+    axes.set(xlabel="step", ylabel="share accepted", ylim=(0, None))
+    axes.legend(loc="upper left")
+    headline(figure, title)
+    return figure
+
+
+def coverage(sizes: Sequence[int], covered: Sequence[float], chosen: int, title: str) -> Figure:
+    """What share of the written tokens the most frequent ones are, by how many of them are kept."""
+    figure, axes = plt.subplots(figsize=(8, 2.8))
+    axes.plot(sizes, covered, marker="o", markersize=3)
+    axes.axvline(chosen, color=LINES[1], linewidth=1.2, label=f"kept: {chosen:,}")
+    axes.set(
+        xscale="log", xlabel="tokens in the draft's output head", ylabel="share of what is written", ylim=(0, 1.02)
+    )
+    axes.legend(loc="lower right")
     headline(figure, title)
     return figure
 
