@@ -15,7 +15,7 @@ from .errors import SpecDecError
 
 if TYPE_CHECKING:
     from .api import DRAFTERS, Output, Pair, Stream, generate, generate_batch, stream
-    from .control import Adaptive, BlockLength, Fallback, Fixed, Heuristic
+    from .control import Adaptive, BlockLength, Costs, Fallback, Fixed, Heuristic
     from .drafters import Drafter
     from .lab.models import load_pair
     from .processors import Processing
@@ -27,6 +27,7 @@ __all__ = [
     "DRAFTERS",
     "Adaptive",
     "BlockLength",
+    "Costs",
     "Drafter",
     "Fallback",
     "Fixed",
@@ -49,7 +50,7 @@ _HOME = {
     "SamplingPolicy": ".sampling",
     "Processing": ".processors",
     "Drafter": ".drafters",
-    **dict.fromkeys(("Adaptive", "BlockLength", "Fallback", "Fixed", "Heuristic"), ".control"),
+    **dict.fromkeys(("Adaptive", "BlockLength", "Costs", "Fallback", "Fixed", "Heuristic"), ".control"),
 }
 
 

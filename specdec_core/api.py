@@ -236,6 +236,8 @@ class Stream:
 
 def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -> Prepared:
     """Check every option of :func:`generate_batch` and set the decoding up."""
+    if not isinstance(pair, Pair):
+        raise SpecDecError(f"pair={pair!r:.60} is no pair: give what load_pair returned.")
     for name in options:
         choice("option", name, Options.__annotations__)
     for name in ("speculate", "diagnostics", "fixed_shapes", "chat"):
@@ -325,7 +327,7 @@ def _stops(pair: Pair, strings: str | Sequence[str], eos: Sequence[int] | None) 
 def _randoms(seed: int | Sequence[int | None] | None, count: int) -> list[RequestRandom]:
     """A random stream for each row."""
     pairs: list[tuple[Any, int]] = [(seed, i) for i in range(count)]
-    if isinstance(seed, (list, tuple)):
+    if isinstance(seed, Sequence) and not isinstance(seed, (str, bytes)):
         pairs = [(own, 0) for own in seed]
     if len(pairs) != count:
         raise SpecDecError(f"{len(pairs)} seeds for {count} prompts: give one seed, or one for each prompt.")

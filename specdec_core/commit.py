@@ -69,6 +69,7 @@ def _diagnostics(block: Block, scores: Scores) -> list[Tensor]:
     at, g = block.tokens.unsqueeze(-1), block.tokens.shape[1]
     law = scores.logits[:, : g + 1].log_softmax(-1) if scores.p is None else scores.p[:, : g + 1].log()
     q = block.q if scores.p is not None or block.proposal.belief is None else block.proposal.belief
+    q = None if q is None else q.float()  # of 16 bits an entropy would have two digits
     p_at = law[:, :g].gather(-1, at).squeeze(-1).exp() if g else block.tokens
     if q is None:  # chosen: one-hot
         q_at, q_entropy = torch.ones_like(block.tokens), torch.zeros_like(block.tokens)
@@ -132,6 +133,8 @@ def record(
     if row.verified < row.proposed:
         control = "degraded"
         reason = f"draft row {row.verified + 1} of the block is not a law over its token: emitted from the target"
+    elif row.proposed == 0 < block.proposal.drafted[row.index] and not reason:
+        reason = "draft kept its block back: not sure enough, no law, or a token that it does not know"
     v = row.verified
     record = StepRecord(
         request=request.id,

@@ -99,6 +99,8 @@ class Costs:
     """
 
     def __init__(self, table: Mapping[tuple[Kind, int, int], float] | None = None):
+        if table is not None and not isinstance(table, Mapping):
+            raise SpecDecError(f"Costs({table!r:.60}) is not possible: give a table, or nothing to have them learned.")
         self.given = table is not None
         self.seen: dict[tuple[Kind, int, int], deque[float]] = {}
         self.curves: dict[tuple[Kind, int], dict[int, float]] = {}  # by kind and batch: n -> median of the last nine

@@ -15,6 +15,9 @@ class SpecDecError(Exception):
     line alone; everything else that is raised is a fault of ours and keeps its traceback.
     """
 
+    def __init__(self, message: str):
+        super().__init__(" ".join(message.split()))  # what is quoted from outside may hold line ends
+
     def _render_traceback_(self) -> list[str]:
         """What IPython shows in place of a traceback."""
         return [f"SpecDecError: {self}"]

@@ -135,7 +135,8 @@ def draft(state: Decoding, guard: Guard) -> Block:
             proposal = guard.propose([r.committed for r in state.rows], asked, state.coins[:, 2 + (k > 1) :])
         tokens = proposal.tokens.clamp(0, guard.vocab - 1)
         known = (proposal.tokens == tokens).int().cumprod(1).sum(1)  # tokens before the first outside the vocabulary
-        proposal.lengths = torch.minimum(proposal.lengths, torch.tensor(asked, device=state.device)).clamp(min=0)
+        most = torch.tensor(asked, device=state.device).clamp(max=tokens.shape[1])
+        proposal.lengths = torch.minimum(proposal.lengths, most).clamp(min=0)
         lengths, q = torch.minimum(proposal.lengths, known), proposal.q
         if q is None and state.settings.verification is not GREEDY:  # which reads none
             q = one_hot(tokens, guard.vocab)

@@ -67,9 +67,11 @@ class Processing:
 
     def __post_init__(self) -> None:
         above = "a number above 0, where 1 is off"
-        number("repetition_penalty", self.repetition_penalty, lambda x: 0 < x < math.inf, above)
+        penalty = number("repetition_penalty", self.repetition_penalty, lambda x: 0 < x < math.inf, above)
+        object.__setattr__(self, "repetition_penalty", penalty)
         for name in ("presence_penalty", "frequency_penalty"):
-            number(name, getattr(self, name), math.isfinite, "a finite number, where 0 is off")
+            value = number(name, getattr(self, name), math.isfinite, "a finite number, where 0 is off")
+            object.__setattr__(self, name, value)
         for name in ("min_new_tokens", "min_length", "no_repeat_ngram"):
             whole(name, getattr(self, name), 0, _MOST)
         for name, depth in (("eos", 1), ("suppress", 1), ("begin_suppress", 1), ("bad_words", 2), ("forced", 2)):
@@ -239,7 +241,7 @@ def check_pure(processor: LogitsProcessor, vocab: int, device: torch.device | st
     processor itself is left alone. Same text, same answer, bit for bit, from either copy. The first call may fill a
     cache, later ones may change nothing in the object or in torch's random state. Two rows in a batch must come out as
     each does alone (to rounding). What is kept outside the object (in its class, a closure, a module) is seen only
-    where an answer depends on it; what an object that cannot be pickled keeps, only as far as its attributes print it.
+    where an answer depends on it; what an attribute that cannot be pickled keeps, only as far as it prints it.
     """
     try:
         with torch.no_grad():
@@ -278,13 +280,18 @@ def _fault(processor: Callable[..., Tensor], vocab: int, device: torch.device) -
     return "" if torch.allclose(both, alone, 1e-4, 1e-4, equal_nan=True) else "mixes the rows of a batch"
 
 
-def _state(processor: object) -> bytes | str:
-    """What an object holds, to be compared with what it holds later."""
+def _state(processor: object) -> tuple[bytes, ...]:
+    """What an object holds, to be compared with what it holds later: attribute by attribute, since an object of a local
+    class cannot be pickled as a whole."""
+    return tuple(_bytes(value) for value in [*vars(processor).items()])
+
+
+def _bytes(value: object) -> bytes:
     held = io.BytesIO()
     try:
-        torch.save(processor, held)  # pickles, and tensors by their content
+        torch.save(value, held)  # pickles, and tensors by their content
     except Exception:
-        return repr(vars(processor))
+        return repr(value).encode()
     return held.getvalue()
 
 

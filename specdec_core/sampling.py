@@ -12,6 +12,11 @@ from torch import Tensor
 from .errors import number, whole
 
 
+def _possible_heat(t: float) -> bool:
+    # Below 1e-6 logits divided by the temperature may leave float32; greedy is what was meant.
+    return t == 0 or 1e-6 <= t < 1e30
+
+
 @dataclass(frozen=True)
 class SamplingPolicy:
     """How a distribution is made from logits. ``temperature=0`` is greedy decoding.
@@ -26,11 +31,12 @@ class SamplingPolicy:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        # Below 1e-6 logits divided by the temperature may leave float32; greedy is what was meant.
-        number("temperature", self.temperature, lambda t: t == 0 or 1e-6 <= t < np.inf, "0 (greedy) or at least 1e-6")
-        whole("top_k", self.top_k, 0, 2**31)
-        number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1], where 1 is off")
-        number("min_p", self.min_p, lambda p: 0 <= p < 1, "a number in [0, 1), where 0 is off")
+        heat = number("temperature", self.temperature, _possible_heat, "0 (greedy), or at least 1e-6 and finite")
+        top_p = number("top_p", self.top_p, lambda p: 0 < p <= 1, "a number in (0, 1], where 1 is off")
+        min_p = number("min_p", self.min_p, lambda p: 0 <= p < 1, "a number in [0, 1), where 0 is off")
+        checked = {"temperature": heat, "top_k": whole("top_k", self.top_k, 0, 2**31), "top_p": top_p, "min_p": min_p}
+        for name, value in checked.items():  # fractions and NumPy's numbers become plain ones
+            object.__setattr__(self, name, value)
 
     @property
     def greedy(self) -> bool:
@@ -97,7 +103,7 @@ def likeliest(x: Tensor) -> Tensor:
 
 def entropy(log_p: Tensor) -> Tensor:
     """``[..., V]`` logarithms of a law -> ``[...]`` in nats; what is impossible adds nothing."""
-    return cast(Tensor, -torch.linalg.vecdot(log_p.exp(), log_p.clamp(min=-1e30)))
+    return cast(Tensor, 0.0 - torch.linalg.vecdot(log_p.exp(), log_p.clamp(min=-1e30)))
 
 
 def draw(weights: Tensor, u: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -286,3 +288,25 @@ def test_whether_a_model_can_branch_is_found_out_once(monkeypatch):
     for _ in range(3):
         generate(pair, PROMPT, max_new_tokens=4, drafter="self", candidates=2)
     assert len(asked) == 1
+
+
+def test_a_message_is_one_line_whatever_it_quotes() -> None:
+    pair = pair_of(tiny_llama())
+    with pytest.raises(SpecDecError) as error:
+        generate(pair, torch.tensor([[1, 2], [3, 4]]))  # type: ignore[arg-type]
+    assert "prompt=" in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_pair_that_is_none_is_named() -> None:
+    with pytest.raises(SpecDecError, match="pair='smollm2' is no pair: give what load_pair returned"):
+        generate("smollm2", [1, 2])  # type: ignore[arg-type]
+
+
+def test_seeds_may_be_any_sequence_and_numbers_any_real_ones() -> None:
+    pair = pair_of(tiny_llama())
+    listed = generate_batch(pair, [[1, 2], [3]], max_new_tokens=5, temperature=0.5, seed=[0, 1], drafter="self")
+    ranged = generate_batch(
+        pair, [[1, 2], [3]], max_new_tokens=5, temperature=Fraction(1, 2), seed=range(2), drafter="self"
+    )
+    assert [o.tokens for o in listed] == [o.tokens for o in ranged]

@@ -359,3 +359,8 @@ def test_with_speculation_off_the_drafter_is_not_called_at_all():
     (request,) = decode(tiny_llama(), [PROMPT], drafter, 20, Settings(control=Off(4)))
     assert {r.control for r in request.records[1:]} == {"off"}
     assert drafter.step == 0
+
+
+def test_costs_of_anything_but_a_table_are_refused_by_name() -> None:
+    with pytest.raises(SpecDecError, match=r"Costs\(3\) is not possible: give a table"):
+        Costs(3)  # type: ignore[arg-type]

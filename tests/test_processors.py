@@ -427,7 +427,20 @@ class RemembersInTheModule(LogitsProcessor):
         return scores + float(sum(LENGTHS[-2:]))
 
 
+def counts_in_a_local_class() -> LogitsProcessor:
+    class Late(LogitsProcessor):
+        def __init__(self) -> None:
+            self.counts = torch.zeros(5000)  # too long for its repr to show every number
+
+        def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+            self.counts[2500] += 1
+            return scores + float(self.counts[2500] > 40) * torch.arange(scores.shape[-1])
+
+    return Late()
+
+
 NASTY = [
+    counts_in_a_local_class,
     RemembersInTheModule,
     CountsCalls,
     RemembersLastText,

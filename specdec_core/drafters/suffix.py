@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ..errors import number, whole
 from .base import Drafter, Proposal
 
-END = -1  # stands before each text that is read, and behind it where it is over
+
+@dataclass
+class Node:
+    """A place in a suffix tree: how often the tokens that lead here occur, and what followed them."""
+
+    count: int = 0
+    next: dict[int, Node] = field(default_factory=dict)
+
+    def likeliest(self) -> tuple[int, float]:
+        """The most frequent next token (of several the smallest id) and its share."""
+        token = max(self.next, key=lambda t: (self.next[t].count, -t))
+        return token, self.next[token].count / sum(node.count for node in self.next.values())
 
 
-def followers(read: np.ndarray, end: Sequence[int]) -> tuple[int, list[int]]:
-    """How many of the last tokens of ``end`` occur in ``read`` with something behind them, and all that stood there."""
-    at = np.flatnonzero(read[:-1] == end[-1])  # where matches end
-    at, length = at[read[at + 1] != END], 1
-    while length < len(end) and len(longer := at[read[at - length] == end[-1 - length]]):
-        at, length = longer, length + 1
-    return length, read[at + 1].tolist()
+# Where a text stands in a tree: the nodes that its last 0, 1, 2, ... tokens lead to, as far as they occur there.
+Ends = list[Node]
+
+
+def advance(ends: Ends, token: int) -> Ends:
+    return [ends[0], *(node.next[token] for node in ends if token in node.next)]
+
+
+def learn(ends: Ends, token: int, depth: int, times: int = 1) -> Ends:
+    """Count ``token`` behind a text that stands at ``ends`` (``times=-1``: forget it); where the text stands then."""
+    reached = ends[:1]
+    for node in ends[:depth]:
+        reached.append(node.next.setdefault(token, Node()))
+        reached[-1].count += times
+        if reached[-1].count == 0:
+            del node.next[token]
+    return reached
 
 
 @dataclass
 class Row:
     prompt: int
-    text: np.ndarray
+    shared: Ends
+    own: Ends = field(default_factory=lambda: [Node()])
+    text: list[int] = field(default_factory=list)
 
 
 class SuffixDrafter(Drafter):
     """Finds the longest suffix of the text that occurred before and proposes what followed it most often.
 
-    It looks in the row's own text and in the outputs of earlier calls, and takes of the two blocks that which promises
-    more accepted tokens (the paper's score: the sum, over its tokens, of the product of shares up to there). Outputs
-    are remembered from the next ``start`` on, so that no row depends on its neighbours; when sampling, a call with a
-    drafter that remembers others may draw other tokens, of the same law, than with a fresh one.
+    Each row has a tree of its own text; one more holds the outputs of earlier calls. Of the two blocks that one is
+    taken which promises more accepted tokens (the paper's score: the sum, over its tokens, of the product of shares up
+    to there). Outputs enter the shared tree at the next ``start``, so that no row depends on its neighbours; when
+    sampling, a call with a drafter that remembers others may draw other tokens, of the same law, than with a fresh one.
 
     Args:
-        depth: a match is at most ``depth - 1`` tokens long.
+        depth: longest path in a tree; a match is at most ``depth - 1`` tokens long.
         factor: a block has at most so many tokens for each one of its match (the paper's alpha).
         threshold: the block ends before the token where the product of shares falls below this.
-        memory: how many tokens of outputs are kept; the oldest are forgotten. 0 keeps none.
+        memory: how many tokens the shared tree is made of; the oldest outputs are forgotten. 0 keeps none.
     """
 
     name = "suffix"
@@ -59,25 +81,26 @@ class SuffixDrafter(Drafter):
         number("factor", factor, lambda x: 0 < x < 2**31, "a number above 0")
         number("threshold", threshold, lambda x: 0 <= x <= 1, "a probability")
         whole("memory", memory, 0, 2**62)
-        whole("depth", depth, 2, 2**31)
+        whole("depth", depth, 1, 2**31)
         self.device, self.depth, self.factor, self.threshold = torch.device(device), depth, factor, threshold
-        self.memory, self.outputs = memory, deque[np.ndarray]()
+        self.memory, self.shared, self.outputs = memory, Node(), deque[list[int]]()
         self.rows: list[Row] = []
         self.left: list[Row] = []
-        self.start()
 
     def start(self) -> None:
         for row in [*self.left, *self.rows]:
             # The last tokens of the prompt come along: the output's first ones are found behind them.
-            output = row.text[max(row.prompt - self.depth + 2, len(row.text) - self.memory, 1) :]
-            self.outputs += [output] if len(output) else []
+            if output := row.text[max(row.prompt - self.depth + 1, len(row.text) - self.memory, 0) :]:
+                self.outputs.append(output)
+                self._count(output, 1)
         while sum(map(len, self.outputs)) > self.memory:
-            self.outputs.popleft()
-        self.shared = np.concatenate([[END], *(np.append(output, END) for output in self.outputs)])
+            self._count(self.outputs.popleft(), -1)
         self.rows, self.left = [], []
 
     def join(self, sequences: Sequence[Sequence[int]]) -> None:
-        self.rows += [Row(len(s), np.array([END, *s])) for s in sequences]
+        self.rows += [Row(len(s), [self.shared]) for s in sequences]
+        for row, sequence in zip(self.rows[-len(sequences) :], sequences, strict=True):
+            self._read(row, sequence)
 
     def keep(self, rows: Sequence[int]) -> None:
         self.left += [row for b, row in enumerate(self.rows) if b not in rows]
@@ -86,23 +109,31 @@ class SuffixDrafter(Drafter):
     def propose(self, sequences: Sequence[Sequence[int]], room: Sequence[int], u: Tensor) -> Proposal:
         blocks = []
         for row, sequence, r in zip(self.rows, sequences, room, strict=True):
-            row.text = np.array([END, *sequence])
-            found = [self._follow(read, sequence[1 - self.depth :], r) for read in (row.text, self.shared)]
-            blocks.append(max(found, key=lambda block: block[1])[0])
+            self._read(row, sequence)
+            blocks.append(max((self._follow(ends, r) for ends in (row.own, row.shared)), key=lambda b: b[1])[0])
         return Proposal.chosen(blocks, self.device, "no earlier match in the text")
 
-    def _follow(self, read: np.ndarray, text: Sequence[int], room: int) -> tuple[list[int], float]:
+    def _read(self, row: Row, sequence: Sequence[int]) -> None:
+        for token in sequence[len(row.text) :]:
+            row.own, row.shared = learn(row.own, token, self.depth), advance(row.shared, token)
+            row.text.append(token)
+
+    def _count(self, text: Sequence[int], times: int) -> None:
+        ends = [self.shared]
+        for token in text:
+            ends = learn(ends, token, self.depth, times)
+
+    def _follow(self, ends: Ends, room: int) -> tuple[list[int], float]:
         """The block behind the longest match, and how many accepted tokens its shares promise."""
         block: list[int] = []
         likely, promise = 1.0, 0.0
-        match, behind = followers(read, text)
-        while behind and len(block) < min(room, int(self.factor * match)):
-            counts = Counter(behind)
-            token = max(counts, key=lambda t: (counts[t], -t))  # of several the smallest id
-            likely *= counts[token] / len(behind)
+        match = max((n for n, node in enumerate(ends) if node.next), default=0)
+        most = min(room, int(self.factor * match))
+        # Where a path ends at the tree's depth, the next shorter suffix goes on.
+        while len(block) < most and (nodes := [node for node in ends[1:] if node.next]):
+            token, share = nodes[-1].likeliest()
+            likely *= share
             if likely < self.threshold:
                 break
-            block.append(token)
-            promise += likely
-            _, behind = followers(read, [*text, *block][1 - self.depth :])  # past the depth a shorter match goes on
+            block, promise, ends = [*block, token], promise + likely, advance(ends, token)
         return block, promise

@@ -195,6 +195,12 @@ class Course:
         return self.rate * rise * (0.5 + 0.5 * math.cos(math.pi * step / max(self.steps, 1)))
 
 
+def folder_for(place: Path, course: Course, layers: Sequence[int], ids: Sequence[int], texts: str) -> Path:
+    """Where the checkpoints of this training lie: the same course over the same texts goes on where it was."""
+    what = json.dumps([asdict(course), list(layers), list(ids), texts])
+    return place / f"training-{hashlib.sha256(what.encode()).hexdigest()[:12]}"
+
+
 @dataclass
 class Progress:
     """Where a training stands; ``history`` has a row for each look at the held-out texts."""

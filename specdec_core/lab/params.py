@@ -72,20 +72,20 @@ class DistillationParams(NotebookParams):
 
     drafter: Drafter = "composite"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    shards: int = Field(2, ge=1, le=10_000)
-    batch: int = Field(32, ge=8, le=4096)
-    question: int = Field(40, ge=1, le=4096)
-    answer: int = Field(64, ge=1, le=4096)
+    shards: int = Field(1, ge=1, le=10_000)
+    batch: int = Field(24, ge=8, le=4096)
+    question: int = Field(24, ge=1, le=4096)
+    answer: int = Field(40, ge=1, le=4096)
     layers: list[Annotated[int, Field(ge=0)]] = Field([0, 29], min_length=1)
     head: int = Field(8192, ge=16)
     losses: list[str] = Field(["forward_kl", "total_variation"], min_length=1)
-    steps: int = Field(40, ge=1)
-    step_tokens: int = Field(2048, ge=64)
+    steps: int = Field(24, ge=1)
+    step_tokens: int = Field(1024, ge=64)
     rate: float = Field(1e-3, gt=0, lt=1)
     folder: str = ""
     save_to: str = ""
-    prompts: int = Field(6, ge=1, le=1000)
-    max_new_tokens: int = Field(48, ge=1, le=4096)
+    prompts: int = Field(4, ge=1, le=1000)
+    max_new_tokens: int = Field(32, ge=1, le=4096)
     gamma: Gamma = 4
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 import pytest
@@ -11,6 +12,7 @@ from kit import ScriptedDrafter, block, decode, tiny_llama
 from specdec_core import Processing, SamplingPolicy, SpecDecError
 from specdec_core.drafters import ModelDrafter, Proposal
 from specdec_core.loop import Settings
+from specdec_core.sampling import entropy
 
 PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
 
@@ -240,3 +242,36 @@ def test_a_draft_stops_behind_a_token_that_it_does_not_know_or_where_processors_
         (ours,) = decode(target, [PROMPT], drafter, 15, settings)  # decode() refuses a shipped drafter that breaks
         (base,) = decode(target, [PROMPT], None, 15, settings)
         assert ours.output == base.output or temperature
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_g5_a_law_in_16_bits_is_verified_and_its_entropy_is_recorded_in_full(dtype, temperature):
+    target = tiny_llama(1, scale=0.3)
+
+    def halves(step, sequences, room):
+        q = torch.zeros(1, max(room), 64)
+        q[..., 5] = q[..., 0] = 0.5
+        law = q.to(dtype)
+        return Proposal(torch.full((1, max(room)), 5), torch.tensor(room), law, list(room), law)
+
+    settings = Settings(4, SamplingPolicy(temperature))
+    (ours,) = decode(target, [PROMPT], ScriptedDrafter(halves), 12, settings)
+    entropies = [h for r in ours.records for h in r.q_entropy]
+    assert entropies == pytest.approx([math.log(2)] * len(entropies), abs=1e-6)
+    assert entropies
+
+
+def test_g5_a_draft_of_nan_says_why_nothing_was_verified():
+    target, broken = tiny_llama(0), tiny_llama(0)
+    with torch.no_grad():
+        broken.lm_head.weight[3] = torch.nan
+    (ours,) = decode(target, [PROMPT], ModelDrafter(broken, SamplingPolicy(), 64), 9, Settings(4))
+    drafted = [r for r in ours.records if r.drafted]
+    assert drafted
+    assert all(r.verified == 0 and "draft kept its block back" in r.reason for r in drafted)
+
+
+def test_an_entropy_of_a_certain_law_is_zero_and_of_an_impossible_token_nothing():
+    law = torch.tensor([[1.0, 0.0, 0.0], [0.5, 0.5, 0.0]]).log()
+    assert [str(h) for h in entropy(law).tolist()] == ["0.0", str(float(torch.tensor(2.0).log()))]

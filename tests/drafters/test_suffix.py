@@ -1,8 +1,9 @@
-"""The suffix drafter: what it finds, follows and forgets; its rows do not touch each other."""
+"""The suffix drafter: its trees count, forget and are followed as told; its rows do not touch each other."""
 
 from __future__ import annotations
 
-import numpy as np
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -10,21 +11,31 @@ from hypothesis import strategies as st
 from kit import TableModel, tiny_llama
 from laws import FALSE_ALARM, as_alone, distance_from_target, samples_p_value
 
-from specdec_core import SamplingPolicy, SpecDecError
-from specdec_core.drafters.suffix import END, SuffixDrafter, followers
+from specdec_core import SamplingPolicy
+from specdec_core.drafters.suffix import Node, SuffixDrafter, learn
 from specdec_core.lab.theory import random_law
 
 TEXT = st.lists(st.integers(0, 3), max_size=24)
 COINS = torch.zeros(1, 8, dtype=torch.float64)
 
 
-def by_hand(texts, end):
-    """Whatever follows the longest end of ``end`` in these texts, one place at a time."""
-    for n in range(len(end), 0, -1):
-        found = [t[i + n] for t in texts for i in range(len(t) - n) if t[i : i + n] == end[-n:]]
-        if found:
-            return n, found
-    return 0, []
+def counts(node, path=()):
+    found = {}
+    for token, child in node.next.items():
+        found[(*path, token)] = child.count
+        found |= counts(child, (*path, token))
+    return found
+
+
+def occurrences(text, depth):
+    return Counter(tuple(text[i : i + n]) for n in range(1, depth + 1) for i in range(len(text) - n + 1))
+
+
+def read(tree, text, depth, times=1):
+    ends = [tree]
+    for token in text:
+        ends = learn(ends, token, depth, times)
+    return ends
 
 
 def block(drafter, text, room=8):
@@ -38,22 +49,34 @@ def started(*texts, **options):
     return drafter
 
 
-@given(st.lists(TEXT, max_size=3), TEXT.filter(len))
-def test_the_longest_end_that_occurred_is_found_with_all_that_followed_it(texts, end):
-    read = np.array([END, *(x for text in texts for x in (*text, END))])
-    length, found = followers(read, end)
-    want = by_hand(texts, end)
-    assert found == want[1]
-    assert not found or length == want[0]
+@given(TEXT, st.integers(1, 5))
+def test_a_tree_counts_every_piece_of_its_text_up_to_its_depth(text, depth):
+    tree = Node()
+    ends = read(tree, text, depth)
+    assert counts(tree) == occurrences(text, depth)
+    assert [node.count for node in ends[1:]] == [
+        counts(tree)[tuple(text[-n:])] for n in range(1, min(depth, len(text)) + 1)
+    ]
+
+
+@given(TEXT, TEXT, st.integers(1, 5))
+def test_a_text_that_is_forgotten_leaves_the_tree_of_the_other(one, other, depth):
+    tree = Node()
+    read(tree, one, depth)
+    read(tree, other, depth)
+    read(tree, one, depth, -1)
+    assert counts(tree) == occurrences(other, depth)
 
 
 @settings(max_examples=50)
 @given(TEXT.filter(len), st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), max_size=6))
-def test_what_is_proposed_behind_a_text_does_not_depend_on_how_it_grew(prompt, steps):
+def test_a_tree_that_grew_with_its_text_proposes_what_one_built_from_scratch_does(prompt, steps):
     grown, text = started(prompt, depth=5, factor=3.0), list(prompt)
     for step in [[], *steps]:
         text += step
-        assert block(grown, text) == block(started(text, depth=5, factor=3.0), text)
+        scratch = started(text, depth=5, factor=3.0)
+        assert block(grown, text) == block(scratch, text)
+        assert counts(grown.rows[0].own[0]) == counts(scratch.rows[0].own[0])
 
 
 def test_the_most_frequent_continuation_of_the_longest_match_is_followed():
@@ -87,7 +110,7 @@ def test_the_threshold_is_for_the_product_of_the_shares():
 
 
 @pytest.mark.parametrize(("own", "taken"), [([1, 2, 60, 1], 2), ([1, 2, 60, 1, 3, 61, 1], 7)])
-def test_of_the_two_blocks_the_one_that_promises_more_is_followed_and_its_own_where_both_do_alike(own, taken):
+def test_of_the_two_trees_the_one_that_promises_more_is_followed_and_its_own_where_both_do_alike(own, taken):
     drafter = started([50])
     drafter.propose([[50, 1, 7, 51]], [1], COINS)
     drafter.start()
@@ -95,11 +118,10 @@ def test_of_the_two_blocks_the_one_that_promises_more_is_followed_and_its_own_wh
     assert block(drafter, own) == [taken]
 
 
-def test_behind_the_depth_the_next_shorter_suffix_goes_on():
+def test_behind_the_depth_of_a_tree_the_next_shorter_suffix_goes_on():
     text = [*range(20), 30, *range(12)]
     assert block(started(text, depth=6, factor=2.0), text) == [12, 13, 14, 15, 16, 17, 18, 19]
-    with pytest.raises(SpecDecError, match="depth=1"):  # one token follows nothing
-        SuffixDrafter(depth=1)
+    assert block(started(text, depth=1, factor=2.0), text) == []  # a path of one token follows nothing
 
 
 def test_outputs_are_remembered_from_the_next_start_on_with_the_end_of_their_prompt():
@@ -110,26 +132,28 @@ def test_outputs_are_remembered_from_the_next_start_on_with_the_end_of_their_pro
     drafter.start()
     drafter.join([[8, 1, 2]])
     assert block(drafter, [8, 1, 2]) == [3, 4]
-    assert drafter.shared.tolist() == [END, 51, 1, 2, 3, 4, 5, END, 9, 1, 2, END]  # prompts are not outputs
+    assert (50, 51) not in counts(drafter.shared)  # prompts are not outputs
+    assert counts(drafter.shared)[(51, 1, 2, 3)] == 1
 
 
-def test_it_remembers_no_more_than_its_memory_and_forgets_the_oldest():
+def test_the_shared_tree_holds_no_more_than_its_memory_and_forgets_the_oldest():
     drafter = SuffixDrafter(depth=3, memory=6)
     for first in (10, 20, 30):
         drafter.start()
         drafter.join([[first]])
         drafter.propose([[first, first + 1, first + 2]], [1], COINS)
     drafter.start()
-    assert drafter.shared.tolist() == [END, 20, 21, 22, END, 30, 31, 32, END]
+    assert counts(drafter.shared) == occurrences([20, 21, 22], 3) + occurrences([30, 31, 32], 3)
     drafter.join([[1]])
     drafter.propose([[1, *range(100, 120)]], [1], COINS)
     drafter.start()
-    assert drafter.shared.tolist() == [END, *range(114, 120), END]
+    assert counts(drafter.shared) == occurrences(range(114, 120), 3)
     nothing = SuffixDrafter(memory=0)
     for _ in range(3):
         nothing.start()
         nothing.join([[1, 2, 1, 2]])
-    assert nothing.shared.tolist() == [END]
+    assert not nothing.shared.next
+    assert not nothing.outputs
 
 
 def test_rows_leave_and_join_and_keep_their_order_and_their_room():

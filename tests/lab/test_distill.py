@@ -160,6 +160,15 @@ def test_a_checkpoint_of_another_course_is_refused(pair: Pair, tmp_path: Path) -
         )
 
 
+def test_checkpoints_of_the_same_training_lie_in_the_same_folder_and_of_another_elsewhere() -> None:
+    place, course = Path("here"), Course()
+    same = distill.folder_for(place, course, [0], [1, 2], "texts")
+    assert distill.folder_for(place, Course(), [0], [1, 2], "texts") == same
+    others = [(replace(course, seed=1), [0], [1, 2], "texts"), (course, [1], [1, 2], "texts")]
+    others += [(course, [0], [1], "texts"), (course, [0], [1, 2], "other")]
+    assert len({same, *(distill.folder_for(place, *other) for other in others)}) == 5
+
+
 @pytest.mark.parametrize(
     ("make", "says"),
     [
