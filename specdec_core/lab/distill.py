@@ -99,7 +99,7 @@ def lessons(shards: Sequence[Path]) -> list[Lesson]:
     return found
 
 
-def split(taught: Sequence[Lesson], one_in: int = 12) -> tuple[list[Lesson], list[Lesson]]:
+def split(taught: Sequence[Lesson], one_in: int) -> tuple[list[Lesson], list[Lesson]]:
     """To learn from, and held out: by the hash of the text, so that a text is always on one side."""
     held = [int(hashlib.sha256(x.text.tokens.tobytes()).hexdigest()[:8], 16) % one_in == 0 for x in taught]
     learned = [x for x, out in zip(taught, held, strict=True) if not out]

@@ -76,6 +76,7 @@ class DistillationParams(NotebookParams):
     batch: int = Field(24, ge=8, le=4096)
     question: int = Field(24, ge=1, le=4096)
     answer: int = Field(40, ge=1, le=4096)
+    held_out: int = Field(4, ge=2, le=1000)
     layers: list[Annotated[int, Field(ge=0)]] = Field([0, 29], min_length=1)
     head: int = Field(8192, ge=16)
     losses: list[str] = Field(["forward_kl", "total_variation"], min_length=1)
