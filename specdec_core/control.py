@@ -344,7 +344,11 @@ class Fallback(BlockLength):
 
     def _because(self, batch: int, gamma: int) -> str:
         acceptance, costs = self.inner.acceptance, self.inner.costs
-        wanted: list[tuple[Kind, int]] = [("draft", gamma), ("target", gamma + 1), ("target", 1)]
+        wanted: list[tuple[Kind, int]] = [
+            ("draft", gamma),
+            ("target", gamma * self.inner.candidates + 1),
+            ("target", 1),
+        ]
         draft, target, ordinary = (1e3 * (costs.get(kind, batch, n) or 0.0) for kind, n in wanted)
         speed = acceptance.tokens(gamma)[gamma] * ordinary / max(draft + target, 1e-9)
         return (

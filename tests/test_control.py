@@ -364,3 +364,13 @@ def test_with_speculation_off_the_drafter_is_not_called_at_all():
 def test_costs_of_anything_but_a_table_are_refused_by_name() -> None:
     with pytest.raises(SpecDecError, match=r"Costs\(3\) is not possible: give a table"):
         Costs(3)  # type: ignore[arg-type]
+
+
+def test_the_reason_names_the_cost_of_the_pass_that_was_judged_branches_included() -> None:
+    costs = Costs({("target", 1, 1): 1.0, ("target", 1, 2): 2.0, ("target", 1, 3): 8.0, ("draft", 1, 1): 0.5})
+    control = Fallback(Adaptive(most=1, costs=costs))
+    for _ in range(30):  # two candidates at one position: the target is fed three tokens
+        control.observe(Observation(1, 3, 1, [(1, 0, 1, False)], {"draft": 0.5, "score": 8.0}, 1))
+        if "target" in (reason := control.plan(1).reason):
+            break
+    assert "target 8000.0 against 1000.0 ms" in reason

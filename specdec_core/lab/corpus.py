@@ -3,12 +3,14 @@
 Nothing but a chat prefix and the first words of a question is given to it, so no data from outside is needed
 (Xu et al. 2024, Magpie, arXiv 2406.08464, section 2, for aligned models in general). A draft is judged on the target's
 own texts, so these are also the right ones to learn from (Zhou et al. 2023, DistillSpec, arXiv 2310.08461, section 4).
-A shard depends on the weights, the settings and its number alone; a shard that is there is not written again.
+A shard depends on the weights, their number format, the settings and its number alone; one that is there is not
+written again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ def openings() -> list[tuple[str, str]]:
 
 
 def write(
-    pair: Pair, folder: Path, shards: int, *, batch: int = 384, question: int = 96, answer: int = 192, seed: int = 0
+    pair: Pair, folder: Path, shards: int, *, batch: int = 160, question: int = 96, answer: int = 192, seed: int = 0
 ) -> list[Path]:
     """Write ``shards`` files of ``batch`` conversations each; those that are there stay.
 
@@ -71,9 +73,11 @@ def write(
     return paths
 
 
-def folder_for(weights: str, batch: int, question: int, answer: int) -> Path:
-    """Where texts of the target with these weights (a SHA-256) and these settings are kept between runs."""
-    return cache_dir() / "corpora" / f"{weights[:12]}-{batch}-{question}-{answer}"
+def folder_for(pair: Pair, batch: int, question: int, answer: int) -> Path:
+    """Where texts of this target and these settings are kept between runs, by all that they depend on."""
+    known = [pair.lineage[key] for key in ("target_weights_sha256", "target_tokenizer_sha256", "dtype")]
+    what = json.dumps([*known, openings(), TEMPERATURES, QUESTION])
+    return cache_dir() / "corpora" / f"{hashlib.sha256(what.encode()).hexdigest()[:12]}-{batch}-{question}-{answer}"
 
 
 def read(paths: Sequence[Path]) -> Iterator[Text]:

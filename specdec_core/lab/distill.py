@@ -35,9 +35,6 @@ from ..errors import SpecDecError
 from . import corpus
 from .drafts import save_draft, share_embeddings
 
-LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {}
-
-
 # --- what the target thinks of its texts ------------------------------------------------------------------
 
 
@@ -167,7 +164,11 @@ def total_variation(p: Tensor, q: Tensor) -> Tensor:
     return 1 - torch.minimum(p.exp(), q.exp()).sum(-1)
 
 
-LOSSES |= {"forward_kl": forward_kl, "reverse_kl": reverse_kl, "total_variation": total_variation}
+LOSSES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "forward_kl": forward_kl,
+    "reverse_kl": reverse_kl,
+    "total_variation": total_variation,
+}
 
 
 @dataclass(frozen=True)

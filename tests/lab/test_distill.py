@@ -80,6 +80,19 @@ def test_a_shard_that_is_there_is_not_written_again_and_the_same_shard_comes_out
     assert corpus.digest(written(pair, tmp_path / "a")) == corpus.digest(written(pair, tmp_path / "b"))
 
 
+def test_texts_of_other_weights_formats_openings_or_settings_are_kept_apart(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair.lineage = {"target_weights_sha256": "a", "target_tokenizer_sha256": "b", "dtype": "bfloat16"}
+    folders = {corpus.folder_for(pair, 8, 6, 8), corpus.folder_for(pair, 8, 6, 9)}
+    for key in pair.lineage:
+        changed = replace(pair, lineage=pair.lineage | {key: "other"})
+        folders.add(corpus.folder_for(changed, 8, 6, 8))
+    monkeypatch.setattr(corpus, "openings", lambda: [("free", "")])
+    folders.add(corpus.folder_for(pair, 8, 6, 8))
+    assert len(folders) == 6
+
+
 def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     (tmp_path / "shard-000-0000.npz").write_bytes(b"PK\x03\x04 cut off")
     with pytest.raises(SpecDecError, match=r"shard-000-0000\.npz is no shard .* write it again"):
