@@ -43,7 +43,8 @@ class Pair:
     """A target, its tokenizer, perhaps a draft, and what is logged about them.
 
     ``draft_tokenizer`` is set where it differs from the target's: the draft is then translated, token by token.
-    ``exit_layers``: where drafter ``early_exit`` leaves the target; None is after half of its layers.
+    ``exit_layers``: where drafter ``early_exit`` leaves the target; None is after half of its layers. ``options``:
+    what a call takes where it does not say otherwise.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Pair:
     drafter: str = "prompt_lookup"
     draft_tokenizer: PreTrainedTokenizerBase | None = field(default=None, repr=False)
     exit_layers: int | None = None
+    options: Options = field(default_factory=lambda: Options())
     lineage: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -238,6 +240,7 @@ def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -
     """Check every option of :func:`generate_batch` and set the decoding up."""
     if not isinstance(pair, Pair):
         raise SpecDecError(f"pair={pair!r:.60} is no pair: give what load_pair returned.")
+    options = {**pair.options, **options}
     for name in options:
         choice("option", name, Options.__annotations__)
     for name in ("speculate", "diagnostics", "fixed_shapes", "chat"):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..errors import SpecDecError
+from ..errors import SpecDecError, whole
 from .base import Drafter, Proposal
 
 
@@ -44,13 +44,15 @@ class CompositeDrafter(Parts):
         first: a drafter of chosen tokens, such as a lookup. Its further candidates are left aside.
         second: any drafter, such as a model.
         min_length: a block of ``first`` shorter than this (and than the room there is) gives way to ``second``.
+        most: longest block of ``second``, which costs more than a lookup and agrees less often; None: no limit.
     """
 
-    def __init__(self, first: Drafter, second: Drafter, min_length: int = 1):
+    def __init__(self, first: Drafter, second: Drafter, min_length: int = 1, most: int | None = None):
         for part in (first, second):
             if not isinstance(part, Drafter):
                 raise SpecDecError(f"{part!r} is no drafter: give two, of which the first chooses its tokens.")
         self.first, self.second, self.parts, self.min_length = first, second, (first, second), min_length
+        self.most = 2**31 if most is None else whole("most", most, 1, 2**31)
         self.name, self.candidates = f"{first.name}+{second.name}", second.candidates
         self.synthetic = first.synthetic or second.synthetic
 
@@ -60,7 +62,7 @@ class CompositeDrafter(Parts):
             raise SpecDecError(f"'{self.first.name}' draws its tokens: give one that chooses them, such as a lookup.")
         found.branches = None
         use = [n >= max(1, min(self.min_length, r)) for n, r in zip(found.drafted, room, strict=True)]
-        rest = [0 if mine else r for mine, r in zip(use, room, strict=True)]
+        rest = [0 if mine else min(r, self.most) for mine, r in zip(use, room, strict=True)]
         if not any(rest):
             return found
         return _merged(torch.tensor(use, device=u.device), found, self.second.propose(sequences, rest, u))

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from ..caches import ModelCache
 from ..errors import SpecDecError, number, whole
 from ..processors import Processing
-from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary
+from ..sampling import SamplingPolicy, distribution, draw, fit_vocabulary, likeliest
 from .base import Drafter, Proposal
 
 
@@ -158,7 +158,7 @@ class ModelDrafter(Drafter):
     def _pick(self, law: Tensor, belief: Tensor, u: Tensor) -> Tensor:
         """``[B, k]`` candidates: the likeliest when greedy, else drawn from the law without those before."""
         if self.policy.greedy:
-            return law.argmax(-1, keepdim=True) if self.candidates == 1 else belief.topk(self.candidates).indices
+            return likeliest(law).unsqueeze(-1) if self.candidates == 1 else belief.topk(self.candidates).indices
         picked = [draw(law, u[:, 0])]
         for j in range(1, self.candidates):
             law = law.scatter(-1, picked[-1].unsqueeze(-1), 0.0)

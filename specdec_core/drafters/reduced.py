@@ -21,12 +21,13 @@ class ReducedHead(nn.Module):
     def __init__(self, head: nn.Linear, ids: Sequence[int]):
         super().__init__()
         self.register_buffer("ids", torch.tensor(ids, device=head.weight.device))
-        self.vocab, bias = head.out_features, head.bias
-        self.weight = nn.Parameter(head.weight.detach()[self.ids], requires_grad=False)
-        self.bias = None if bias is None else nn.Parameter(bias.detach()[self.ids], requires_grad=False)
+        self.vocab = head.out_features
+        self.linear: nn.Module = nn.Linear(head.in_features, len(ids), bias=head.bias is not None, device="meta")
+        for name, weight in head.named_parameters():
+            setattr(self.linear, name, nn.Parameter(weight.detach()[self.ids], requires_grad=False))
 
     def forward(self, hidden: Tensor) -> Tensor:
-        some = nn.functional.linear(hidden, self.weight, self.bias)
+        some: Tensor = self.linear(hidden)
         return some.new_full((*some.shape[:-1], self.vocab), -torch.inf).index_copy_(-1, self.ids, some)
 
 

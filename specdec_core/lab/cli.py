@@ -159,16 +159,44 @@ def doctor() -> None:
 
 @app.command()
 def bench(
+    profile: Annotated[
+        str,
+        typer.Option(help="loop: what the loop itself costs. cpu: what speculation gains here, beside other engines."),
+    ] = "loop",
     pair: Annotated[str, typer.Option(help="Pair of target and draft: a YAML file, or its name.")] = "smollm2",
-    batches: Annotated[str, typer.Option(help="Batch sizes, with commas.")] = "1,2,4,8",
-    prompts: Annotated[int, typer.Option(min=1, help="Groups of prompts at batch 1; fewer, but 3, at larger.")] = 6,
-    tokens: Annotated[int, typer.Option(min=16, help="Length of the texts on which controls are judged.")] = 48,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16 or auto; else the pair's own.")] = None,
+    batches: Annotated[str, typer.Option(help="loop: batch sizes, with commas.")] = "1,2,4,8",
+    prompts: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="loop: groups of prompts at batch 1 (6). cpu: prompts of a category in each half (1)."
+        ),
+    ] = None,
+    tokens: Annotated[int | None, typer.Option(min=16, help="Most tokens of a text: loop 48, cpu 64.")] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="loop: float32, bfloat16, float16 or auto; else the pair's own. cpu takes several."),
+    ] = None,
+    data: Annotated[
+        str, typer.Option(help="cpu: prompts, 'builtin' or a JSONL file such as Spec-Bench's.")
+    ] = "builtin",
 ) -> None:
-    """Measure what the loop itself costs, arms interleaved; the table is a run in MLflow."""
-    from .bench import command
+    """Measure with arms interleaved; the table is a run in MLflow."""
+    from . import bench, speed
 
-    command(pair, batches, prompts, tokens, dtype)
+    if profile not in ("loop", "cpu"):
+        raise SpecDecError(f"--profile {profile} is unknown: give loop or cpu.")
+    if profile == "loop":
+        bench.command(pair, batches, prompts or 6, tokens or 48, dtype)
+    else:
+        speed.command(pair, data, tokens or 64, prompts or 1)
+
+
+@app.command()
+def publish(run: Annotated[str, typer.Argument(help="Id of a finished `specdec bench --profile cpu`.")]) -> None:
+    """Show a bench's table in the README and keep it in results/."""
+    from .publish import publish as show
+
+    show(run)
 
 
 @app.command()

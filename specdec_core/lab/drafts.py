@@ -98,7 +98,7 @@ def share_embeddings(draft: PreTrainedModel, target: PreTrainedModel) -> None:
 
     theirs = target.get_input_embeddings()
     mine, shared = (cast("torch.Tensor", m.weight) for m in (draft.get_input_embeddings(), theirs))
-    if mine.shape == shared.shape and torch.equal(mine.bfloat16(), shared.bfloat16()):
+    if mine.shape == shared.shape and mine.dtype == shared.dtype and torch.equal(mine.bfloat16(), shared.bfloat16()):
         draft.set_input_embeddings(theirs)
         if draft.config.get_text_config(decoder=True).tie_word_embeddings:
             draft.get_output_embeddings().weight = theirs.weight

@@ -9,14 +9,23 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 
 import psutil
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from ..errors import SpecDecError
-from .convert import DEFAULT_MODEL, LICENCE, cache_dir, check_folder, fetch_default, file_sha256, model_dir
+from .convert import (
+    DEFAULT_MODEL,
+    LICENCE,
+    cache_dir,
+    check_folder,
+    default_gguf,
+    fetch_default,
+    file_sha256,
+    model_dir,
+)
 from .drafts import SHARED, read_shared, share_embeddings, whole
 from .store import code_root, project_root
 
@@ -24,7 +33,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..api import Pair
+    from ..api import Options, Pair
 
 __all__ = [
     "DEFAULT_MODEL",
@@ -32,6 +41,7 @@ __all__ = [
     "cache_dir",
     "check_folder",
     "check_same_tokenizer",
+    "default_gguf",
     "fetch_default",
     "file_sha256",
     "load_model",
@@ -46,6 +56,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.tx
 Dtype = Literal["float32", "bfloat16", "float16", "auto"]
 Device = Literal["auto", "cpu", "cuda"]
 Attention = Literal["sdpa", "eager", "flash_attention_2"]
+Integers = Literal["int8", "int4"]
 DrafterName = Literal["prompt_lookup", "suffix", "model", "composite", "early_exit", "self"]
 
 
@@ -62,6 +73,14 @@ class ModelRef(_Strict):
     licence: str | None = None
 
 
+class Decoding(_Strict):
+    """Options of ``generate_batch`` that a pair may set."""
+
+    gamma: int | None = Field(default=None, ge=1, le=1024)
+    control: Literal["fixed", "heuristic", "adaptive", "fallback"] | None = None
+    confidence: float | None = Field(default=None, ge=0, lt=1)
+
+
 class Needs(_Strict):
     """What the pair asks of a machine; ``memory_gb`` is GPU memory if ``gpu`` is set, else main memory."""
 
@@ -75,7 +94,13 @@ class PairSpec(_Strict):
 
     A draft with another tokenizer is translated, token by token. ``draft_head`` names a JSON file with the token ids
     whose rows of the draft's output head are computed; ``exit_layers`` says where drafter ``early_exit`` leaves the
-    target; ``compile`` runs both models through torch.compile (of use with fixed shapes).
+    target; ``options`` are what decoding with this pair does where a call says nothing else.
+
+    ``quantize`` ("int8" or "int4", on a CPU, in bfloat16) gives the target integer weights (`lab.quantize`). That is
+    another target than the unquantised one: its rounding changes the law, so tokens and acceptance may be compared
+    among runs with the same kind only. ``draft_quantize`` does so to the draft on a CPU (elsewhere it does nothing),
+    whatever the target's number format: it changes how often the draft agrees, and never the law. ``compile`` runs both
+    models through torch.compile (of use with fixed shapes).
     """
 
     name: str
@@ -84,6 +109,9 @@ class PairSpec(_Strict):
     drafter: DrafterName = "prompt_lookup"
     draft_head: str | None = None
     exit_layers: int | None = Field(default=None, ge=1)
+    options: Decoding = Field(default_factory=lambda: Decoding())
+    quantize: Integers | None = None
+    draft_quantize: Integers | None = None
     compile: bool = False
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -368,7 +396,7 @@ def _explain(error: ValidationError) -> str:
     if keys[-1] in ("target", "draft") and first["type"] != "missing":
         return f"{keys[-1]} must be a name, a folder, a hub id or a mapping with ref, not {first['input']!r}."
     if first["type"] == "extra_forbidden":
-        inner: dict[str, type[BaseModel]] = {"target": ModelRef, "draft": ModelRef, "needs": Needs}
+        inner: dict[str, type[BaseModel]] = {"target": ModelRef, "draft": ModelRef, "needs": Needs, "options": Decoding}
         model: type[BaseModel] = inner[keys[0]] if len(keys) > 1 else PairSpec
         return f"unknown key {'.'.join(keys)!r}; allowed are {', '.join(model.model_fields)}."
     got = "" if first["type"] == "missing" else f", not {first['input']!r}"
@@ -378,33 +406,43 @@ def _explain(error: ValidationError) -> str:
 def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
     """Load target, tokenizer and draft of a pair file; ``overrides`` are keys of `PairSpec`.
 
-    The pair's ``lineage`` says what was loaded: references, SHA-256 of weights and tokenizers, number format,
-    device, attention implementation, threads. Raises SpecDecError before loading anything that cannot work here.
+    The pair's ``lineage`` says what was loaded: references, SHA-256 of weights and tokenizers, number format, kind of
+    quantisation, device, attention implementation, threads. Raises SpecDecError before loading anything that cannot
+    work here.
     """
     import torch
 
     from ..api import Pair
+    from . import quantize as integers
 
     spec = read_pair(path_or_name, **overrides)
     device = resolve_device(spec.device)
     _check_machine(spec, device)
+    if spec.quantize:
+        integers.check(spec.quantize, device, resolve_dtype(spec.dtype, device))
     if spec.threads:
         torch.set_num_threads(spec.threads)
-    options: dict[str, str] = {
+    how: dict[str, str] = {
         "dtype": spec.dtype,
         "device": spec.device,
         "attn_implementation": spec.attn_implementation,
     }
-    target = load_model(spec.target.ref, revision=spec.target.revision, **options)
+    target = load_model(spec.target.ref, revision=spec.target.revision, **how)
+    parameters = target.num_parameters()  # before they are packed, which leaves no parameters
+    if spec.quantize:
+        target = integers.quantize(target, spec.quantize)
     tokenizer = load_tokenizer(spec.target.ref, spec.target.revision)
-    draft, draft_ref, draft_tokenizer = _load_draft(spec, target, tokenizer, options)
+    draft, draft_ref, draft_tokenizer = _load_draft(spec, target, tokenizer, how)
+    draft_known: dict[str, Any] = {}
+    if draft_ref and draft is not None:
+        draft_known = _identity("draft", draft_ref, parameters if draft is target else draft.num_parameters())
     if spec.compile:
         for model in {id(m): m for m in (target, draft) if m is not None}.values():
             model.compile()
     lineage = {
         "pair": spec.name,
-        **_identity("target", spec.target, target),
-        **(_identity("draft", draft_ref, draft) if draft_ref and draft is not None else {}),
+        **_identity("target", spec.target, parameters),
+        **draft_known,
         "draft_is_target": draft is target,
         "drafter": spec.drafter,
         "draft_head_sha256": file_sha256(_head_file(spec.draft_head)) if spec.draft_head else None,
@@ -412,6 +450,9 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         "exit_layers": spec.exit_layers,
         "compile": spec.compile,
         "dtype": str(target.dtype).removeprefix("torch."),
+        "quantize": spec.quantize or "none",
+        "draft_quantize": (spec.draft_quantize if device.type == "cpu" else None) or "none",
+        "options": spec.options.model_dump(exclude_none=True),
         "device": str(device),
         "attn_implementation": spec.attn_implementation,
         "threads": torch.get_num_threads(),
@@ -424,12 +465,13 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         drafter=spec.drafter,
         draft_tokenizer=draft_tokenizer,
         exit_layers=spec.exit_layers,
+        options=cast("Options", spec.options.model_dump(exclude_none=True)),
         lineage=lineage,
     )
 
 
 def _load_draft(
-    spec: PairSpec, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: dict[str, str]
+    spec: PairSpec, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, how: dict[str, str]
 ) -> tuple[PreTrainedModel | None, ModelRef | None, PreTrainedTokenizerBase | None]:
     """The draft, where it came from, and its tokenizer where that is another than the target's."""
     if spec.draft == "self" or spec.drafter == "self":
@@ -437,7 +479,9 @@ def _load_draft(
     if spec.draft is None:
         return None, None, None
     theirs = load_tokenizer(spec.draft.ref, spec.draft.revision)
-    draft = load_model(spec.draft.ref, revision=spec.draft.revision, **options)
+    packed = spec.draft_quantize if target.device.type == "cpu" else None
+    how = how | ({"dtype": "bfloat16"} if packed else {})
+    draft = load_model(spec.draft.ref, revision=spec.draft.revision, **how)
     share_embeddings(draft, target)
     translated = tokenizer.get_vocab() != theirs.get_vocab()
     if not translated:
@@ -447,6 +491,10 @@ def _load_draft(
         from ..drafters import reduced_head
 
         draft = reduced_head(draft, _read_head(_head_file(spec.draft_head)))
+    if packed:
+        from .quantize import quantize
+
+        draft = quantize(draft, packed)
     return draft, spec.draft, theirs if translated else None
 
 
@@ -467,13 +515,13 @@ def _read_head(path: Path) -> list[int]:
     return ids
 
 
-def _identity(role: str, ref: ModelRef, model: PreTrainedModel) -> dict[str, Any]:
+def _identity(role: str, ref: ModelRef, parameters: int) -> dict[str, Any]:
     """What is logged of one model: reference, hub commit, licence, digests and number of parameters."""
     found = locate(ref.ref, ref.revision)
     licence = ref.licence or (LICENCE if ref.ref == DEFAULT_MODEL else None)
     known = {f"{role}_ref": ref.ref, f"{role}_revision": found.revision, f"{role}_licence": licence}
     digests = {f"{role}_{what}_sha256": digest for what, digest in hashes(found.folder).items()}
-    return known | digests | {f"{role}_parameters": model.num_parameters()}
+    return known | digests | {f"{role}_parameters": parameters}
 
 
 def _check_machine(spec: PairSpec, device: torch.device) -> None:

@@ -77,12 +77,12 @@ class DistillationParams(NotebookParams):
     question: int = Field(24, ge=1, le=4096)
     answer: int = Field(40, ge=1, le=4096)
     held_out: int = Field(4, ge=2, le=1000)
-    layers: list[Annotated[int, Field(ge=0)]] = Field([0, 29], min_length=1)
+    layers: list[Annotated[int, Field(ge=0)]] = Field([0, 1], min_length=1)
     head: int = Field(8192, ge=16)
     losses: list[str] = Field(["forward_kl", "total_variation"], min_length=1)
     steps: int = Field(24, ge=1)
     step_tokens: int = Field(1024, ge=64)
-    rate: float = Field(1e-3, gt=0, lt=1)
+    rate: float = Field(1e-2, gt=0, lt=1)
     folder: str = ""
     save_to: str = ""
     prompts: int = Field(4, ge=1, le=1000)

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 import torch
 from books import artifact_text, artifacts, runs
-from kit import NoTokenizer, ScriptedDrafter, block, decode, pair_of, tiny_llama
+from kit import ScriptedDrafter, Words, block, decode, pair_of, tiny_llama
 
 from specdec_core.errors import SpecDecError
 from specdec_core.lab import bench, models
@@ -222,13 +222,6 @@ def test_the_finding_is_that_of_the_worst_row() -> None:
 
 
 # --- the command ------------------------------------------------------------------------------------------
-
-
-class Words(NoTokenizer):
-    """Some words of a text as token ids."""
-
-    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
-        return {"input_ids": [sum(word.encode()) % 64 for word in text.split()[:12]]}
 
 
 @pytest.fixture
