@@ -84,7 +84,10 @@ class Pair:
         else:
             tokenizers = self.draft_tokenizer, self.tokenizer
             model = TranslatedDrafter(self.draft, policy, self.vocab, *tokenizers, **options)
-        return model if kind == "model" else CompositeDrafter(PromptLookupDrafter(self.target.device), model)
+        if kind == "model":
+            return model
+        # A single token is found nearly everywhere and says less than the model does.
+        return CompositeDrafter(PromptLookupDrafter(self.target.device, ngram_min=2), model)
 
 
 @dataclass
@@ -148,8 +151,8 @@ def generate_batch(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Opti
         seed: an int (default 0) seeds row i by (seed, i); a list seeds each row on its own, so that a row is the same
             in any batch. None takes fresh entropy.
         drafter: one of ``DRAFTERS``, or a :class:`~specdec_core.drafters.Drafter`; None takes the pair's. ``composite``
-            looks up first and asks the model where the text does not repeat itself. A name gives a fresh drafter: pass
-            a ``SuffixDrafter`` of your own to have it remember the outputs of earlier calls.
+            looks up two tokens and more first and asks the model where the text does not repeat itself. A name gives a
+            fresh drafter: pass a ``SuffixDrafter`` of your own to have it remember the outputs of earlier calls.
         speculate: False runs ordinary decoding, the baseline, on the same cache and stops.
         stop: the text ends before these strings. eos: token ids that end it; None takes the model's own.
         chat: wrap a text prompt in the tokenizer's chat template; None does so where there is one.

@@ -119,6 +119,9 @@ def covered(taught: Sequence[Lesson], held_out: Sequence[Lesson], sizes: Sequenc
     ]
 
 
+SLICE = 256  # positions whose laws are made at once
+
+
 # --- the student ------------------------------------------------------------------------------------------
 
 
@@ -242,13 +245,11 @@ class Trainer:
             for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
                 group["lr"] = course.rate_at(step)
             model.train()
-            loss = self._loss(next(batches), course.loss(step))
             model.zero_grad()
-            loss.backward()
+            seen.append(self._learn(next(batches), course.loss(step)))
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for optimizer in self.optimizers:
                 optimizer.step()
-            seen.append(loss.item())
             self.progress.step += 1
             bar.update()
             if self.progress.step % course.every == 0 or self.progress.step == course.steps:
@@ -276,7 +277,7 @@ class Trainer:
             some = slice(lesson.text.answer - 1, len(lesson.text.tokens) - 1)  # the positions that write the answer
             if some.start >= some.stop:
                 continue
-            p, q = self._laws([lesson])
+            p, q = self._laws(*self._states([lesson]))
             p, q = p[some], q[some]
             row = {"greedy": (p.argmax(-1) == q.argmax(-1)).float().mean().item()}
             row["alpha"] = torch.minimum(p.exp(), q.exp()).sum(-1).mean().item()
@@ -286,21 +287,34 @@ class Trainer:
             found.append(known | row)
         return pd.DataFrame(found)
 
-    def _laws(self, batch: Sequence[Lesson]) -> tuple[Tensor, Tensor]:
-        """log p and log q over the chosen tokens, ``[n, K]``, for every real position of the batch."""
+    def _states(self, batch: Sequence[Lesson]) -> tuple[Tensor, Tensor, Tensor]:
+        """For every real position of the batch: the student's last hidden state and the target's, ``[n, d]``, and the
+        logarithm of the target's normaliser, ``[n]``."""
         device = self.model.device
         with torch.autocast(device.type, torch.bfloat16, enabled=self.model.training):
             states = self.model.base_model(_padded([x.text for x in batch]).to(device)).last_hidden_state
             own = torch.cat([s[: len(x.text.tokens)] for s, x in zip(states, batch, strict=True)])
+        return own, *(torch.cat([getattr(x, of) for x in batch]).to(device) for of in ("hidden", "normaliser"))
+
+    def _laws(self, own: Tensor, hidden: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
+        """log p and log q over the chosen tokens, ``[n, K]``."""
+        with torch.autocast(own.device.type, torch.bfloat16, enabled=self.model.training):
             logits = linear(own, self.rows)
-            hidden = torch.cat([x.hidden for x in batch]).to(device, logits.dtype)
-            theirs = linear(hidden, self.rows.to(logits.dtype))
-        normaliser = torch.cat([x.normaliser for x in batch]).to(device)
+            theirs = linear(hidden.to(logits.dtype), self.rows.to(logits.dtype))
         return theirs.float() - normaliser.unsqueeze(1), logits.float().log_softmax(-1)
 
-    def _loss(self, batch: Sequence[Lesson], name: str) -> Tensor:
-        p, q = self._laws(batch)
-        return LOSSES[name](p, q).mean()
+    def _learn(self, batch: Sequence[Lesson], name: str) -> float:
+        """Gradients of the mean loss, which is returned. The laws are made a few hundred positions at a time: those of
+        a whole batch would be written to memory and read back many times over, and took two thirds of a step."""
+        own, hidden, normaliser = self._states(batch)
+        parts = [part.requires_grad_() for part in own.detach().split(SLICE)]
+        total = 0.0
+        for part, h, n in zip(parts, hidden.split(SLICE), normaliser.split(SLICE), strict=True):
+            loss = LOSSES[name](*self._laws(part, h, n)).sum() / len(own)
+            loss.backward()
+            total += loss.item()
+        own.backward(torch.cat([cast(Tensor, part.grad) for part in parts]))
+        return total
 
     def _batches(self, taught: Sequence[Lesson], skip: int) -> Iterator[list[Lesson]]:
         """Batches of texts of like length, in an order that the seed and the epoch decide."""

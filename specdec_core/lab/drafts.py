@@ -35,6 +35,7 @@ def save_draft(model: PreTrainedModel, folder: Path, target: str, target_weights
         raise SpecDecError("The draft shares nothing with its target, or has nothing of its own: save it as it is.")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(own, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "model.safetensors").chmod(0o644)  # safetensors writes for the owner only
     model.config.save_pretrained(folder)
     shared = {"target": target, "target_weights_sha256": target_weights, "tensors": fixed}
     (folder / SHARED).write_text(json.dumps(shared, indent=2) + "\n", encoding="utf-8")

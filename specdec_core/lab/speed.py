@@ -119,7 +119,7 @@ def engine(pair: Pair, candidate: Candidate, tokens: int, costs: Costs, temperat
     return run
 
 
-def halves(table: pd.DataFrame, pair: Pair, each: int, longest: int = 1000) -> tuple[pd.DataFrame, pd.DataFrame]:
+def halves(table: pd.DataFrame, pair: Pair, each: int, longest: int = 700) -> tuple[pd.DataFrame, pd.DataFrame]:
     """``each`` first turns of every category to choose with, and as many others to judge with, by the order of their
     digests. Those of more than ``longest`` tokens are left out: their prefill would be most of the run."""
     table = table.assign(ids=table["turns"].map(lambda turns: encode(pair, turns[0])))
@@ -173,20 +173,22 @@ class Contest:
         self.costs[weights] = Costs(measured)
         return frame(measured).assign(weights=weights)
 
-    def own(self, weights: str, candidate: Candidate | None, temperature: float = 0.0) -> Arm:
-        """An arm of ours: the candidate, or ordinary decoding."""
+    def own(self, weights: str, candidate: Candidate | None, temperature: float = 0.0, share: int = 1) -> Arm:
+        """An arm of ours: the candidate, or ordinary decoding, for texts of a ``share``-th of the length."""
         pair, warm = self.pairs[weights], f" T={temperature:g}".replace("0.", ".") if temperature else ""
-        over, read = f"ordinary {weights}{warm}", weight_bytes(pair.target)
+        over, read, tokens = f"ordinary {weights}{warm}", weight_bytes(pair.target), self.tokens // share
         if candidate is None:
-            run = peers.ours(pair, self.tokens, speculate=False, temperature=temperature)
+            run = peers.ours(pair, tokens, speculate=False, temperature=temperature)
         else:
-            run = engine(pair, candidate, self.tokens, self.costs[weights], temperature)
+            run = engine(pair, candidate, tokens, self.costs[weights], temperature)
         return Arm(run, over, weights, temperature, read)
 
     def choosing(self, weights: str) -> dict[str, Arm]:
-        """Ordinary decoding and every candidate that this pair can be drafted with."""
+        """Ordinary decoding and every candidate that this pair can be drafted with, on texts of half the length."""
         possible = [c for c in CANDIDATES if self.pairs[weights].draft is not None or c.kind in ("lookup", "suffix")]
-        arms = {"ordinary": self.own(weights, None)} | {c.name: self.own(weights, c) for c in possible}
+        arms = {"ordinary": self.own(weights, None, share=2)} | {
+            c.name: self.own(weights, c, share=2) for c in possible
+        }
         return {name: arm._replace(over="ordinary") for name, arm in arms.items()}
 
     def judging(self) -> dict[str, Arm]:

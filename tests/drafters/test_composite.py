@@ -72,6 +72,22 @@ def test_the_model_does_not_run_where_every_row_has_a_block_and_catches_up_when_
     assert drafter.second.proposals == 1
 
 
+def test_a_block_of_the_model_is_no_longer_than_asked_and_one_of_the_lookup_is():
+    parts = PromptLookupDrafter(ngram_min=2), Counted(tiny_llama(), WARM, 64)
+    drafter = CompositeDrafter(*parts, most=2)
+    drafter.start()
+    drafter.join([REPEATS, NOVEL])
+    found = propose(drafter, [[*REPEATS, 3], [*NOVEL, 6]], [4, 4])
+    assert found.lengths.tolist() == found.drafted == [4, 2]
+    alone = Counted(tiny_llama(), WARM, 64)
+    alone.join([REPEATS, NOVEL])
+    model = propose(alone, [[*REPEATS, 3], [*NOVEL, 6]], [0, 4])
+    assert torch.equal(found.tokens[1, :2], model.tokens[1, :2])
+    assert torch.equal(found.q[1, :2], model.q[1, :2])
+    with pytest.raises(SpecDecError, match="most"):
+        CompositeDrafter(*parts, most=0)
+
+
 def test_the_model_does_not_run_for_rows_without_room():
     drafter = composite()
     drafter.join([REPEATS, NOVEL])

@@ -30,6 +30,7 @@ from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.lab import convert
 from specdec_core.lab import models as lab_models
 from specdec_core.lab.models import fetch_default, load_model, load_pair, load_tokenizer, read_pair
+from specdec_core.lab.store import code_root
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "1", "2", "Ġ", "ab", "Ġa", "Ġab"]
 PHASES = ("_download", "_take_gguf", "convert_gguf", "_save_weights", "_write_manifest")
@@ -368,7 +369,11 @@ def test_default_pair_loads_quickly_and_speaks(default: Path) -> None:
     files = convert.check_folder(default)["files"]
     assert pair.lineage["target_weights_sha256"] == files["model.safetensors"]["sha256"]
     assert pair.lineage["target_tokenizer_sha256"] == files["tokenizer.json"]["sha256"]
-    assert (pair.draft, pair.drafter) == (None, "prompt_lookup")
+    assert pair.drafter == "composite"
+    assert pair.draft is not None
+    assert pair.draft.config.num_hidden_layers == 2
+    assert pair.lineage["draft_ref"] == "drafts/smollm2-135m-instruct"
+    assert sum(file.stat().st_size for file in (code_root() / "drafts").rglob("*")) < 20e6
 
 
 # --- finding and loading --------------------------------------------------------------------------------------------
@@ -570,9 +575,10 @@ def test_a_pair_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.Mon
         ({"device": "gpu"}, "device: input should be 'auto', 'cpu' or 'cuda', not 'gpu'"),
     ],
 )
-def test_mistakes_in_a_pair_file_name_the_key(changes: dict[str, Any], words: str) -> None:
+def test_mistakes_in_a_pair_file_name_the_key(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine\ntarget: smollm2-135m-instruct\n", encoding="utf-8")
     with pytest.raises(SpecDecError) as error:
-        read_pair("smollm2", **changes)
+        read_pair(tmp_path / "mine.yaml", **changes)
     assert words in one_line(error)
 
 
