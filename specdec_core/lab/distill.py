@@ -294,7 +294,8 @@ class Trainer:
         with torch.autocast(device.type, torch.bfloat16, enabled=self.model.training):
             states = self.model.base_model(_padded([x.text for x in batch]).to(device)).last_hidden_state
             own = torch.cat([s[: len(x.text.tokens)] for s, x in zip(states, batch, strict=True)])
-        return own, *(torch.cat([getattr(x, of) for x in batch]).to(device) for of in ("hidden", "normaliser"))
+        hidden, normaliser = (torch.cat([getattr(x, of) for x in batch]) for of in ("hidden", "normaliser"))
+        return own, hidden.to(device), normaliser.to(device)
 
     def _laws(self, own: Tensor, hidden: Tensor, normaliser: Tensor) -> tuple[Tensor, Tensor]:
         """log p and log q over the chosen tokens, ``[n, K]``."""

@@ -16,6 +16,7 @@ from .store import code_root, open_store
 
 TABLES = ("speed", "aims", "candidates")
 MARK = "<!-- bench: {} -->"
+NONE = "No run is published yet."
 
 COLUMNS = {  # of the table that is shown: key -> heading and format
     "arm": ("arm", "{}"),
