@@ -108,10 +108,28 @@ def test_the_laws_that_the_draft_learns_from_are_the_targets_own(pair: Pair, tmp
     for lesson in distill.lessons(shards)[:4]:
         with torch.no_grad():
             law = pair.target(torch.from_numpy(lesson.text.tokens).unsqueeze(0)).logits[0].softmax(-1)[:, ids]
-            p, q = trainer._laws([lesson])
+            p, q = trainer._laws(*trainer._states([lesson]))
         assert torch.allclose(p.exp(), law, atol=2e-2)  # states are kept in bfloat16
         assert torch.allclose(q.exp().sum(-1), torch.ones(len(q)))
         assert torch.allclose(q.exp(), law / law.sum(-1, keepdim=True), atol=1e-5)  # all its layers: the target itself
+
+
+def test_gradients_by_slices_are_those_of_the_whole_batch(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = written(pair, tmp_path)
+    distill.teach(pair, shards)
+    trainer = Trainer(distill.student(pair.target, [0]), range(3, 12), Course(), tmp_path / "run")
+    trainer.model.eval()  # without autocast, so that nothing but the order of sums differs
+    batch, found = distill.lessons(shards)[:4], {}
+    for size in (7, 10**6):
+        monkeypatch.setattr(distill, "SLICE", size)
+        trainer.model.zero_grad()
+        loss = trainer._learn(batch, "forward_kl")
+        found[size] = [loss, *(w.grad.clone() for w in trainer.model.parameters() if w.grad is not None)]
+    assert len(found[7]) > 5
+    assert found[7][0] == pytest.approx(found[10**6][0], rel=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found[7][1:], found[10**6][1:], strict=True))
 
 
 def test_losses_are_zero_for_equal_laws_and_the_total_variation_is_what_is_not_accepted() -> None:
@@ -244,12 +262,15 @@ def test_a_folder_that_does_not_say_what_it_shares_is_refused(tmp_path: Path) ->
 
 def test_draft_and_target_hold_one_embedding_in_memory() -> None:
     large = target()
-    small = distill.student(large, [0]).bfloat16()
+    small = distill.student(large, [0]).bfloat16().float()  # stored in bfloat16, loaded in float32
     assert small.get_input_embeddings().weight.data_ptr() != large.get_input_embeddings().weight.data_ptr()
     drafts.share_embeddings(small, large)
     shared = large.get_input_embeddings().weight
     assert small.get_input_embeddings().weight is shared
     assert small.get_output_embeddings().weight is shared
+    apart = distill.student(large, [0]).bfloat16()  # as a packed draft of a float32 target: its layers need bfloat16
+    drafts.share_embeddings(apart, large)
+    assert apart.get_input_embeddings().weight.dtype == torch.bfloat16
     other = target(seed=1)
     drafts.share_embeddings(other, large)
     assert other.get_input_embeddings().weight is not shared
