@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -224,18 +223,8 @@ def test_the_finding_is_that_of_the_worst_row() -> None:
 # --- the command ------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path) -> Path:
-    shutil.copytree(warm / "mlruns", tmp_path / "mlruns")
-    monkeypatch.setenv("SPECDEC_ROOT", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
-    return tmp_path
-
-
 def test_the_command_prints_a_table_and_keeps_a_run_with_its_lineage(
-    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    project: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pair = pair_of(tiny_llama())
     pair.tokenizer, pair.lineage = Words(), {"target_weights_sha256": "f" * 64, "dtype": "float32"}  # type: ignore[assignment]
@@ -272,7 +261,7 @@ def test_the_command_prints_a_table_and_keeps_a_run_with_its_lineage(
 
 
 @pytest.mark.parametrize("given", ["", "0", "1,x", "1,,2", "-1"])
-def test_batches_that_are_none_are_one_line_and_leave_no_run(root: Path, given: str) -> None:
+def test_batches_that_are_none_are_one_line_and_leave_no_run(project: Path, given: str) -> None:
     with pytest.raises(SpecDecError, match="whole numbers"):
         bench.command(batches=given)
     assert runs() == []

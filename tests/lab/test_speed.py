@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pandas as pd
@@ -39,17 +38,12 @@ def tiny_pair(**given: object) -> Pair:
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warm: Path) -> Path:
-    shutil.copytree(warm / "mlruns", tmp_path / "mlruns")
-    monkeypatch.setenv("SPECDEC_ROOT", str(tmp_path))
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    monkeypatch.delenv("MLFLOW_RUN_ID", raising=False)
+def root(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(models, "load_pair", lambda name, **options: tiny_pair(**options))
     monkeypatch.setattr(models, "load_model", lambda ref, **options: noisy_copy(tiny_llama()))
     monkeypatch.setitem(__import__("sys").modules, "flashspec", None)
     monkeypatch.setattr(speed, "bandwidth", lambda: 1e9)
-    return tmp_path
+    return project
 
 
 def test_the_command_chooses_on_one_half_judges_on_the_other_and_can_be_published(
