@@ -36,7 +36,7 @@ COLUMNS = {  # of the table that is shown: key -> heading and format
 
 def cells(row: Mapping[str, Any]) -> list[str]:
     """A row of the table as texts; what an engine does not tell stays empty."""
-    row = {**row, "same": f"{row['same_texts']}/{row['texts']}"}
+    row = {**row, "same": f"{row['same_texts']}/{row['texts']}" if row["texts"] else None}
     known = ((row.get(key), form) for key, (_, form) in COLUMNS.items())
     return ["" if value is None or value != value else form.format(value) for value, form in known]
 

@@ -95,7 +95,9 @@ def table(race: Race, bandwidth: float) -> list[dict[str, Any]]:
     for name, arm in race.arms.items():
         mine = times[times["arm"] == name]
         sums, ratios = mine.sum(numeric_only=True), by_category(times, name, arm.over)
-        ratio, same = overall(ratios), [t == race.texts[arm.over, p] for (a, p), t in race.texts.items() if a == name]
+        ratio, texts = overall(ratios), {p: t for (a, p), t in race.texts.items() if a == name}
+        # Two draws need not be equal, and an engine that gives no tokens out cannot be compared.
+        same = [t == race.texts[arm.over, p] for p, t in texts.items() if t and not arm.temperature]
         row = {"arm": name, "weights": arm.weights, "temperature": arm.temperature, "over": arm.over}
         row |= vars(ratio) | {"ratio": f"{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"}
         row |= {"worst": ratios.min(), "worst_category": ratios.idxmin(), "prefill": sums["prefill"] / len(mine)}

@@ -324,7 +324,7 @@ def finding(rows: Sequence[Mapping[str, Any]], aims: Sequence[Mapping[str, Any]]
     """The first line says whether the default pays; then what was aimed at, and whether texts were the same."""
     default = next(r for r in rows if r["arm"] == "default bf16")
     confirmed = "confirmed" if default["low"] > 1 else "not confirmed"
-    exact = [r for r in rows if r["weights"] == "fp32" and not r["temperature"]]
+    exact = [r for r in rows if r["weights"] == "fp32" and r["arm"] != r["over"]]
     same, texts = sum(r["same_texts"] for r in exact), sum(r["texts"] for r in exact)
     lines = [
         f"Chosen on one half ({chosen}) and {confirmed} on the other: {default['ratio']} of ordinary speed in bfloat16."

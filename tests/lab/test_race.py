@@ -90,6 +90,18 @@ def test_arms_take_turns_at_being_first_and_no_prompt_is_run_twice_by_one() -> N
     assert rows[0]["tokens_per_second"] == 1.0
 
 
+def test_texts_are_compared_where_greedy_and_told_and_nowhere_else() -> None:
+    def arm(tokens: list[int], temperature: float = 0.0) -> Arm:
+        return Arm(lambda prompt, seed: Timed(tokens, [(1.0, 1), (3.0, 3)]), "x", "bf16", temperature)
+
+    race = Race({"x": arm([1, 2, 3]), "other": arm([1, 2, 4]), "silent": arm([]), "sampled": arm([1, 2, 3], 0.7)})
+    race.run(asked("a", "b"), lambda said: None)
+    rows = {r["arm"]: r for r in table(race, bandwidth=1.0)}
+    counts = {name: (r["same_texts"], r["texts"]) for name, r in rows.items()}
+    assert counts == {"x": (2, 2), "other": (0, 2), "silent": (0, 0), "sampled": (0, 0)}
+    assert [publish.cells(rows[name])[-1] for name in ("other", "silent", "sampled")] == ["0/2", "", ""]
+
+
 def test_halves_share_no_prompt_and_hold_every_category_equally_often() -> None:
     pair, prompts = pair_of(tiny_llama()), workloads.prompts()
     pair.tokenizer = Words()  # type: ignore[assignment]
