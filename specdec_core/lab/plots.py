@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -183,7 +183,7 @@ def theory_curves(title: str, cs: Sequence[float] = (0.02, 0.05, 0.1, 0.2, 0.5))
 
 
 def walltime_slider(alpha: float, c: float, gamma: int) -> Figure:
-    """One walltime curve over γ with its best point and the chosen one: what the sliders of notebook 01 redraw."""
+    """One walltime curve over γ with its best point and the chosen one: what :func:`sliders` of notebook 01 redraw."""
     figure, axes = plt.subplots(figsize=(7, 3.4))
     gammas = range(1, 21)
     axes.plot(gammas, [walltime_factor(alpha, g, c) for g in gammas], marker="o")
@@ -201,10 +201,29 @@ def walltime_slider(alpha: float, c: float, gamma: int) -> Figure:
     return figure
 
 
-def redraw_walltime(alpha: float = 0.6, c: float = 0.2, gamma: int = 8) -> None:
-    """Draw and show :func:`walltime_slider`: what a widget calls."""
-    walltime_slider(alpha, c, gamma)
-    plt.show()
+def sliders(draw: Callable[..., Figure], **ranges: tuple[Any, Any, Any, Any]) -> None:
+    """Show ``draw(**values)`` under one slider a name; each range is (first, last, step, value).
+
+    Not ``ipywidgets.interactive``: its Output widget makes nbclient wait for ever now and then
+    (jupyter/nbclient issue 312), and leaves no figure in a page that has no kernel.
+    """
+    import ipywidgets
+    from IPython.display import display
+
+    def slider(name: str, first: Any, last: Any, step: Any, value: Any) -> Any:
+        kind = ipywidgets.FloatSlider if isinstance(value, float) else ipywidgets.IntSlider
+        return kind(value, min=first, max=last, step=step, description=name, continuous_update=False)
+
+    def drawn() -> Figure:
+        figure = draw(**{name: control.value for name, control in controls.items()})
+        plt.close(figure)  # shown by hand: else the backend shows it once more
+        return figure
+
+    controls = {name: slider(name, *given) for name, given in ranges.items()}
+    display(ipywidgets.VBox(list(controls.values())))
+    shown = display(drawn(), display_id=True)
+    for control in controls.values():
+        control.observe(lambda _: shown.update(drawn()), "value")
 
 
 def prediction(

@@ -356,11 +356,8 @@ def test_default_tokenizer_is_smollm2_instruct(default: Path) -> None:
     assert tokenizer.decode(tokenizer(mixed).input_ids) == mixed
 
 
-def test_default_pair_loads_quickly_and_speaks(default: Path) -> None:
-    load_model(lab_models.DEFAULT_MODEL)  # imports done, file in the page cache
-    start = time.perf_counter()
+def test_default_pair_loads_and_speaks(default: Path) -> None:
     pair = load_pair("smollm2")
-    assert time.perf_counter() - start < 3.0
     assert not pair.target.training
     assert not any(weight.requires_grad for weight in pair.target.parameters())
     prompt = pair.tokenizer("The capital of France is", return_tensors="pt")

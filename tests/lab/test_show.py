@@ -6,6 +6,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 from kit import noisy_copy, pair_of, tiny_llama
@@ -139,3 +140,29 @@ def test_tables_show_missing_values_as_a_dash_and_format_p_values():
     page = show.table(table, p=proof.p_text).to_html()
     assert "–" in page
     assert "below 1e-100" in page
+
+
+def test_sliders_draw_the_figure_anew_in_its_place_without_an_output_widget(monkeypatch):
+    shown, calls = [], []
+
+    class Handle:
+        def update(self, figure):
+            shown.append(figure)
+
+    def display(what, display_id=False):
+        shown.append(what)
+        return Handle() if display_id else None
+
+    def draw(alpha, gamma):
+        calls.append((alpha, gamma))
+        return plt.figure()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    plots.sliders(draw, alpha=(0.0, 1.0, 0.1, 0.6), gamma=(1, 20, 1, 8))
+    box, first = shown
+    assert [type(control).__name__ for control in box.children] == ["FloatSlider", "IntSlider"]
+    box.children[1].value = 3
+    assert calls == [(0.6, 8), (0.6, 3)]
+    assert isinstance(first, plt.Figure)
+    assert shown[2] is not first
+    assert not plt.get_fignums(), "a figure left open is shown twice"
