@@ -179,6 +179,9 @@ def bench(
     data: Annotated[
         str, typer.Option(help="cpu: prompts, 'builtin' or a JSONL file such as Spec-Bench's.")
     ] = "builtin",
+    minutes: Annotated[
+        float, typer.Option(min=1, help="cpu: about how long; texts get shorter where it would take longer.")
+    ] = 12.0,
 ) -> None:
     """Measure with arms interleaved; the table is a run in MLflow."""
     from . import bench, speed
@@ -188,7 +191,7 @@ def bench(
     if profile == "loop":
         bench.command(pair, batches, prompts or 6, tokens or 48, dtype)
     else:
-        speed.command(pair, data, tokens or 64, prompts or 1)
+        speed.command(pair, data, tokens or 64, prompts or 1, minutes)
 
 
 @app.command()

@@ -113,7 +113,7 @@ def _installed(module: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise SpecDecError(f"{package} is not installed: pip install {package}, or do without its row.") from None
+        raise SpecDecError(f"{package} is not installed: install specdec-core[peers], or do without it.") from None
 
 
 def flashspec(pair: Pair, draft: PreTrainedModel, tokens: int) -> Engine:

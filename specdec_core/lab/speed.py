@@ -14,7 +14,9 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from ..api import Options, Pair, encode
 from ..control import Adaptive, BlockLength, Costs, Fallback, Fixed
@@ -45,6 +48,7 @@ RULE = (
     "interval is above 1. Candidates run in bfloat16 and in int4; float32 and int8 take what bfloat16 chose."
 )
 CHOOSING = ("bf16", "int4")
+JUDGED = {"bf16": 11, "fp32": 5, "int8": 2, "int4": 2}  # arms that judge, by number format
 
 
 AIMS = (
@@ -156,7 +160,7 @@ class Contest:
     """Everything that is set against each other: the pair in each number format, and what was measured before."""
 
     name: str
-    tokens: int
+    tokens: int  # the most of a text
     pairs: dict[str, Pair] = field(default_factory=dict)
     costs: dict[str, Costs] = field(default_factory=dict)
     chosen: dict[str, Candidate] = field(default_factory=dict)
@@ -182,6 +186,15 @@ class Contest:
         else:
             run = engine(pair, candidate, tokens, self.costs[weights], temperature)
         return Arm(run, over, weights, temperature, read)
+
+    def fit(self, seconds: float, prompts: int) -> None:
+        """Shorter texts, of 16 tokens at least, where everything would take longer than this: an arm is taken to need
+        an ordinary pass for every token, and prompts and engines that are slower to cost a third more."""
+        arms = {weights: float(JUDGED[weights]) for weights in self.pairs}
+        for weights in CHOOSING:
+            arms[weights] += (1 + len(CANDIDATES)) / 2  # on texts of half the length
+        a_token = prompts * sum(n * (self.costs[w].get("target", 1, 1) or 0.0) for w, n in arms.items())
+        self.tokens = min(self.tokens, max(16, int(seconds / (4 / 3 * a_token))))
 
     def choosing(self, weights: str) -> dict[str, Arm]:
         """Ordinary decoding and every candidate that this pair can be drafted with, on texts of half the length."""
@@ -252,11 +265,14 @@ def quickest_threads(contest: Contest, prompt: Sequence[int]) -> int:
     return quickest
 
 
-def command(pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 64, each: int = 1) -> None:
+def command(
+    pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 64, each: int = 1, minutes: float = 12.0
+) -> None:
     """Measure, choose, confirm, print the table, and keep a run with all that produced it."""
-    params = {"pair": pair, "data": data, "tokens": tokens, "each": each, "rule": RULE}
+    params = {"pair": pair, "data": data, "tokens": tokens, "each": each, "minutes": minutes, "rule": RULE}
     before = {"load.before": os.getloadavg()[0]}
-    with open_run(f"bench cpu {pair}", kind="bench", params=params, tags=before) as run, Progress() as progress:
+    named = open_run(f"bench cpu {pair}", kind="bench", params=params, tags=before)
+    with named as run, Progress() as progress, _no_advice():
         contest, asked = Contest(pair, tokens), workloads.prompts(data)
         run.log_pair(contest.load("bf16"))
         first, second = halves(asked, contest.pairs["bf16"], each)
@@ -269,9 +285,23 @@ def command(pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 
             contest.load(weights)
         costs = pd.concat([contest.calibrate(weights, warm) for weights in contest.pairs])
         run.log_table(costs, "costs")
+        contest.fit(60 * minutes, len(second))
         candidates = [_choose(contest, weights, first, progress) for weights in CHOOSING]
         run.log_table(pd.concat(candidates), "candidates")
         _keep(run, contest, _judge(contest, second, progress), threads)
+
+
+@contextmanager
+def _no_advice() -> Iterator[None]:
+    """Hide what transformers says of options that it, or an engine built on it, passes to itself."""
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def _choose(contest: Contest, weights: str, asked: pd.DataFrame, progress: Progress) -> pd.DataFrame:
@@ -305,7 +335,14 @@ def _keep(run: Run, contest: Contest, race: Race, threads: int) -> None:
     run.log_table(pd.DataFrame(aims), "aims")
     run.log_table(race.times, "times")
     run.log_tokens(list(race.texts.values()))
-    run.set_tags({"chosen": chosen, "threads": threads, "missing": "; ".join(contest.missing) or "none"})
+    run.set_tags(
+        {
+            "chosen": chosen,
+            "threads": threads,
+            "tokens": contest.tokens,
+            "missing": "; ".join(contest.missing) or "none",
+        }
+    )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     run.log_metrics({"bandwidth_gb_s": speed / 1e9, "peak_memory_gb": peak / 1e9})
     plain = {r["arm"]: re.sub(r"[^\w .:/-]", "", r["arm"].replace("γ", "gamma"), flags=re.ASCII) for r in rows}

@@ -10,6 +10,7 @@ from books import artifacts, runs
 from kit import Words, noisy_copy, pair_of, tiny_llama
 
 from specdec_core import Pair
+from specdec_core.control import Costs
 from specdec_core.errors import SpecDecError
 from specdec_core.lab import models, publish, speed
 from specdec_core.lab.store import open_store
@@ -62,6 +63,8 @@ def test_the_command_chooses_on_one_half_judges_on_the_other_and_can_be_publishe
     wanted |= {f"HF {who} {w}" for who in ("generate", "lookup", "assisted") for w in ("bf16", "fp32")}
     wanted |= {f"{who} bf16 T=.7" for who in ("ordinary", "default", "HF generate")}
     assert wanted <= set(rows.index)
+    not_here = {"bf16": 1}  # flashspec
+    assert {w: n + not_here.get(w, 0) for w, n in rows.groupby("weights").size().items()} == speed.JUDGED
     greedy = rows[rows["temperature"] == 0]
     assert (greedy["same_texts"] == greedy["texts"]).all()
     assert (rows.loc[[name for name in rows.index if name.startswith("ordinary")], "value"] == 1).all()
@@ -89,3 +92,16 @@ def test_too_few_prompts_of_a_category_leave_a_failed_run_that_says_so(root: Pat
         speed.command("mine", each=4)
     (run,) = runs()
     assert run.info.status == "FAILED"
+
+
+def test_texts_get_shorter_where_the_bench_would_take_longer_than_it_may() -> None:
+    contest = speed.Contest("mine", tokens=64)
+    contest.pairs = dict.fromkeys(speed.JUDGED, tiny_pair())
+    contest.costs = dict.fromkeys(speed.JUDGED, Costs({("target", 1, 1): 0.05}))
+    arms = sum(speed.JUDGED.values()) + 2 * (1 + len(speed.CANDIDATES)) / 2
+    contest.fit(3600, prompts=10)
+    assert contest.tokens == 64
+    contest.fit(600, prompts=10)
+    assert contest.tokens == int(600 / (4 / 3 * 10 * 0.05 * arms)) == 30
+    contest.fit(60, prompts=10)
+    assert contest.tokens == 16
