@@ -413,6 +413,7 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
     import torch
 
     from ..api import Pair
+    from ..caches import ModelCache
     from . import quantize as integers
 
     spec = read_pair(path_or_name, **overrides)
@@ -438,6 +439,7 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         draft_known = _identity("draft", draft_ref, parameters if draft is target else draft.num_parameters())
     if spec.compile:
         for model in {id(m): m for m in (target, draft) if m is not None}.values():
+            ModelCache(model, 0)  # its self-check takes many shapes, which would use up what torch compiles at most
             model.compile()
     lineage = {
         "pair": spec.name,

@@ -35,7 +35,7 @@ class NotebookParams(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     pair: str = Field("params/models/smollm2.yaml", min_length=1)
-    drafter: Drafter = "prompt_lookup"
+    drafter: Drafter = "composite"
     temperature: float = Field(0.0, ge=0, le=10, allow_inf_nan=False)
     seed: int = Field(0, ge=0, lt=2**63)
     workload: str = Field("builtin", min_length=1)
@@ -57,6 +57,7 @@ class QuickstartParams(NotebookParams):
 class TheoryParams(NotebookParams):
     """01_theory_proof: the law enumerated exactly, then predicted and measured on the pair."""
 
+    drafter: Drafter = "prompt_lookup"
     vocab_max: int = Field(4, ge=3, le=6)
     gamma_max: int = Field(3, ge=1, le=4)
     laws: int = Field(20, ge=1, le=1000)
@@ -70,7 +71,6 @@ class TheoryParams(NotebookParams):
 class DistillationParams(NotebookParams):
     """draft_distillation: a draft made from a target's own layers and its own texts."""
 
-    drafter: Drafter = "composite"
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     shards: int = Field(1, ge=1, le=10_000)
     batch: int = Field(24, ge=8, le=4096)

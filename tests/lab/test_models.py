@@ -26,6 +26,7 @@ from kit import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from specdec_core import caches
 from specdec_core import SamplingPolicy, SpecDecError
 from specdec_core.lab import convert
 from specdec_core.lab import models as lab_models
@@ -501,6 +502,15 @@ def test_self_draft_is_the_target(pair_file: Callable[..., Path]) -> None:
         pair = load_pair(pair_file(), **changes)
         assert pair.draft is pair.target
         assert pair.lineage["draft_is_target"] is True
+
+
+def test_models_are_checked_before_they_are_compiled_since_the_check_takes_many_shapes(
+    pair_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled: list[bool] = []
+    monkeypatch.setattr("torch.nn.Module.compile", lambda model: compiled.append(model in caches._seen))
+    load_pair(pair_file(compile=True))
+    assert compiled == [True]
 
 
 def test_a_draft_with_another_tokenizer_is_translated_and_told_so(
