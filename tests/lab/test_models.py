@@ -26,8 +26,7 @@ from kit import tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from specdec_core import caches
-from specdec_core import SamplingPolicy, SpecDecError
+from specdec_core import SamplingPolicy, SpecDecError, caches
 from specdec_core.lab import convert
 from specdec_core.lab import models as lab_models
 from specdec_core.lab.models import fetch_default, load_model, load_pair, load_tokenizer, read_pair
