@@ -162,6 +162,7 @@ class Contest:
     name: str
     tokens: int  # the most of a text
     pairs: dict[str, Pair] = field(default_factory=dict)
+    others: dict[str, Pair] = field(default_factory=dict)
     costs: dict[str, Costs] = field(default_factory=dict)
     chosen: dict[str, Candidate] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)  # engines that are not installed
@@ -171,6 +172,13 @@ class Contest:
         how = formats.get(weights, {"dtype": "bfloat16", "quantize": weights})
         self.pairs[weights] = models.load_pair(self.name, device="cpu", **how)
         return self.pairs[weights]
+
+    def plain(self, weights: str) -> Pair:
+        """The pair as others have it: its weights as they lie."""
+        if weights not in self.others:
+            dtype = {"bf16": "bfloat16", "fp32": "float32"}[weights]
+            self.others[weights] = models.load_pair(self.name, device="cpu", dtype=dtype, pack=False)
+        return self.others[weights]
 
     def calibrate(self, weights: str, prompt: Sequence[int]) -> pd.DataFrame:
         measured = calibrate(self.pairs[weights], [list(prompt)])
@@ -216,12 +224,12 @@ class Contest:
             arms[f"{candidate.name} bf16"] = self.own("bf16", candidate)
         for name, known in {"ordinary": None, "default": self.chosen["bf16"]}.items():
             arms[f"{name} bf16 T=.7"] = self.own("bf16", known, 0.7)
-        generate = peers.hugging_face(self.pairs["bf16"], self.tokens, 0.7)
+        generate = peers.hugging_face(self.plain("bf16"), self.tokens, 0.7)
         arms["HF generate bf16 T=.7"] = Arm(generate, "ordinary bf16 T=.7", "bf16", 0.7)
         return arms | self._installed()
 
     def _hugging_face(self, weights: str) -> dict[str, Arm]:
-        pair, over, gamma = self.pairs[weights], f"ordinary {weights}", LOOKUP.gamma
+        pair, over, gamma = self.plain(weights), f"ordinary {weights}", LOOKUP.gamma
         lookup = peers.hugging_face(pair, self.tokens, prompt_lookup_num_tokens=gamma, max_matching_ngram_size=3)
         engines = {"generate": peers.hugging_face(pair, self.tokens), "lookup": lookup}
         if draft := self.whole_draft(weights):
@@ -230,7 +238,7 @@ class Contest:
 
     def whole_draft(self, weights: str) -> PreTrainedModel | None:
         """The draft as others load it, with its whole output head."""
-        pair = self.pairs[weights]
+        pair = self.plain(weights)
         ref = pair.lineage.get("draft_ref")
         if ref is None or pair.draft is pair.target:
             return None
@@ -243,7 +251,7 @@ class Contest:
         arms, draft, threads = {}, self.whole_draft("bf16"), torch.get_num_threads()
         ways: dict[str, Callable[[], Engine]] = {}
         if draft is not None:
-            ways["flashspec bf16"] = lambda: peers.flashspec(self.pairs["bf16"], draft, self.tokens)
+            ways["flashspec bf16"] = lambda: peers.flashspec(self.plain("bf16"), draft, self.tokens)
         if self.pairs["bf16"].lineage["target_ref"] == models.DEFAULT_MODEL:
             ways["llama.cpp Q4_1"] = lambda: peers.llama_cpp(models.default_gguf(), self.tokens, threads)
         for name, make in ways.items():

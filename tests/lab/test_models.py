@@ -30,6 +30,7 @@ from specdec_core import SamplingPolicy, SpecDecError, caches
 from specdec_core.lab import convert
 from specdec_core.lab import models as lab_models
 from specdec_core.lab.models import fetch_default, load_model, load_pair, load_tokenizer, read_pair
+from specdec_core.lab.packing import BlockedLinear
 from specdec_core.lab.store import code_root
 
 WORDS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "a", "b", "c", "1", "2", "Ġ", "ab", "Ġa", "Ġab"]
@@ -510,6 +511,18 @@ def test_models_are_checked_before_they_are_compiled_since_the_check_takes_many_
     monkeypatch.setattr("torch.nn.Module.compile", lambda model: compiled.append(model in caches._seen))
     load_pair(pair_file(compile=True))
     assert compiled == [True]
+
+
+def test_a_packed_pair_says_so_and_is_not_compiled_too(pair_file: Callable[..., Path], tmp_path: Path) -> None:
+    draft = str(tiny_folder(tmp_path / "draft"))
+    pair = load_pair(pair_file(draft=draft, drafter="model", pack=True, device="cpu", dtype="float32"))
+    assert pair.draft is not None
+    for model in (pair.target, pair.draft):
+        assert any(isinstance(module, BlockedLinear) for module in model.modules())
+    assert pair.lineage["pack"] is True
+    assert load_pair(pair_file(device="cpu")).lineage["pack"] is False
+    with pytest.raises(SpecDecError, match="take one of them"):
+        load_pair(pair_file(pack=True, compile=True))
 
 
 def test_a_draft_with_another_tokenizer_is_translated_and_told_so(

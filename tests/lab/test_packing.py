@@ -1,0 +1,78 @@
+"""Weights in oneDNN's order: the same products, the same texts, and models that can still be taken apart."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kit import pair_of, tiny_llama
+from torch import nn
+
+from specdec_core import generate_batch
+from specdec_core.drafters import early_exit, reduced_head
+from specdec_core.lab import packing, quantize
+
+WIDTHS = [(576, 192), (64, 1536)]
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 33])
+@pytest.mark.parametrize("widths", WIDTHS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_products_in_bfloat16_are_the_same_to_its_last_bit(rows: int, widths: tuple[int, int], bias: bool) -> None:
+    linear = nn.Linear(*widths, bias=bias, dtype=torch.bfloat16)
+    hidden = torch.randn(2, rows, widths[0], dtype=torch.bfloat16)
+    with torch.inference_mode():
+        got, want = packing.BlockedLinear(linear)(hidden), linear(hidden)
+    assert torch.allclose(got, want, rtol=2**-7, atol=2**-9)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33])
+def test_products_in_float32_are_the_same_to_rounding(rows: int) -> None:
+    linear, hidden = nn.Linear(576, 1536), torch.randn(1, rows, 576)
+    with torch.inference_mode():
+        assert torch.allclose(packing.BlockedLinear(linear)(hidden), linear(hidden), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_model_says_the_same_and_the_plain_one_stays_as_it_was(dtype: torch.dtype) -> None:
+    plain = tiny_llama().to(dtype)
+    packed = packing.pack(plain)
+    ids = torch.arange(12)[None]
+    with torch.inference_mode():
+        want, got = plain(ids).logits, packed(ids).logits
+    assert torch.allclose(got, want, rtol=0, atol=1e-5)
+    assert not any(isinstance(m, packing.BlockedLinear) for m in plain.modules())
+    assert sum(isinstance(m, packing.BlockedLinear) for m in packed.modules()) == 7 * len(packed.model.layers)
+    assert {id(w) for w in packed.parameters()} == {id(w) for w in plain.parameters()}, "no weight is copied twice"
+    assert packed.state_dict().keys() == plain.state_dict().keys()
+
+
+def test_greedy_texts_of_a_packed_pair_are_those_of_ordinary_decoding() -> None:
+    target = packing.pack(tiny_llama())
+    pair = pair_of(target, target)
+    prompts = [[1, 2, 3], [4, 5, 6, 7, 8]]
+    ordinary = generate_batch(pair, prompts, max_new_tokens=24, speculate=False)
+    blocks = generate_batch(pair, prompts, max_new_tokens=24, drafter="model", gamma=4)
+    assert [o.tokens for o in blocks] == [o.tokens for o in ordinary]
+    plain = generate_batch(pair_of(tiny_llama()), prompts, max_new_tokens=24, speculate=False)
+    assert [o.tokens for o in plain] == [o.tokens for o in ordinary]
+
+
+def test_a_packed_model_can_be_cut_and_given_a_smaller_head() -> None:
+    packed = packing.pack(tiny_llama())
+    short = early_exit(packed, 1)
+    assert len(short.model.layers) == 1
+    assert short.model.layers[0].mlp.up_proj.blocked is packed.model.layers[0].mlp.up_proj.blocked
+    assert len(packed.model.layers) > 1
+    assert reduced_head(packed, [1, 2, 3]).get_output_embeddings().linear.out_features == 3
+
+
+def test_integer_weights_stay_integers() -> None:
+    packed = quantize.quantize(tiny_llama(hidden_size=64, intermediate_size=64).bfloat16(), "int8")
+    assert not any(isinstance(m, packing.BlockedLinear) for m in packing.pack(packed).modules())
+
+
+def test_where_it_is_not_possible_the_model_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny_llama()
+    assert packing.pack(model.half()) is model
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert packing.pack(model.float()) is model
