@@ -434,39 +434,16 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         "attn_implementation": spec.attn_implementation,
     }
     target = load_model(spec.target.ref, revision=spec.target.revision, **how)
-    parameters = target.num_parameters()  # before they are packed, which leaves no parameters
     if spec.quantize:
         target = integers.quantize(target, spec.quantize)
     if spec.pack:
         target = packing.pack(target)
     tokenizer = load_tokenizer(spec.target.ref, spec.target.revision)
     draft, draft_ref, draft_tokenizer = _load_draft(spec, target, tokenizer, how)
-    draft_known: dict[str, Any] = {}
-    if draft_ref and draft is not None:
-        draft_known = _identity("draft", draft_ref, parameters if draft is target else draft.num_parameters())
     if spec.compile:
         for model in {id(m): m for m in (target, draft) if m is not None}.values():
             ModelCache(model, 0)  # its self-check takes many shapes, which would use up what torch compiles at most
             model.compile()
-    lineage = {
-        "pair": spec.name,
-        **_identity("target", spec.target, parameters),
-        **draft_known,
-        "draft_is_target": draft is target,
-        "drafter": spec.drafter,
-        "draft_head_sha256": file_sha256(_head_file(spec.draft_head)) if spec.draft_head else None,
-        "draft_translated": draft_tokenizer is not None,
-        "exit_layers": spec.exit_layers,
-        "pack": spec.pack and packing.possible(target),
-        "compile": spec.compile,
-        "dtype": str(target.dtype).removeprefix("torch."),
-        "quantize": spec.quantize or "none",
-        "draft_quantize": (spec.draft_quantize if device.type == "cpu" else None) or "none",
-        "options": spec.options.model_dump(exclude_none=True),
-        "device": str(device),
-        "attn_implementation": spec.attn_implementation,
-        "threads": torch.get_num_threads(),
-    }
     return Pair(
         name=spec.name,
         target=target,
@@ -476,8 +453,38 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         draft_tokenizer=draft_tokenizer,
         exit_layers=spec.exit_layers,
         options=cast("Options", spec.options.model_dump(exclude_none=True)),
-        lineage=lineage,
+        lineage=_lineage(spec, target, draft, draft_ref, draft_tokenizer is not None),
     )
+
+
+def _lineage(
+    spec: PairSpec, target: PreTrainedModel, draft: PreTrainedModel | None, draft_ref: ModelRef | None, translated: bool
+) -> dict[str, Any]:
+    """What was loaded, for the record of every run."""
+    import torch
+
+    from .packing import possible
+    from .quantize import size
+
+    return {
+        "pair": spec.name,
+        **_identity("target", spec.target, size(target)),
+        **(_identity("draft", draft_ref, size(draft)) if draft_ref and draft is not None else {}),
+        "draft_is_target": draft is target,
+        "drafter": spec.drafter,
+        "draft_head_sha256": file_sha256(_head_file(spec.draft_head)) if spec.draft_head else None,
+        "draft_translated": translated,
+        "exit_layers": spec.exit_layers,
+        "pack": spec.pack and possible(target),
+        "compile": spec.compile,
+        "dtype": str(target.dtype).removeprefix("torch."),
+        "quantize": spec.quantize or "none",
+        "draft_quantize": (spec.draft_quantize if target.device.type == "cpu" else None) or "none",
+        "options": spec.options.model_dump(exclude_none=True),
+        "device": str(target.device),
+        "attn_implementation": spec.attn_implementation,
+        "threads": torch.get_num_threads(),
+    }
 
 
 def _load_draft(

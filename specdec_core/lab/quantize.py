@@ -104,6 +104,14 @@ class Int4Linear(PackedLinear):
         return torch._weight_int4pack_mm_for_cpu(rows, self.packed, GROUP, self.scales)
 
 
+def size(model: PreTrainedModel) -> int:
+    """Weights of a model, packed ones included, which are no parameters; a head that is its embedding counts once."""
+    tied = model.config.get_text_config(decoder=True).tie_word_embeddings
+    some = [*model.get_decoder().modules(), *([] if tied else [model.get_output_embeddings()])]
+    integers = sum(m.in_features * m.out_features for m in some if isinstance(m, PackedLinear))
+    return int(model.num_parameters()) + integers
+
+
 def check(kind: str, device: torch.device, dtype: torch.dtype) -> None:
     """Refuse what no model can be packed with: SpecDecError for an unknown kind, a GPU, another dtype than bfloat16."""
     choice("quantize", kind, KINDS)

@@ -27,7 +27,7 @@ from specdec_core.lab import models as lab_models
 from specdec_core.lab.drafts import share_embeddings
 from specdec_core.lab.identity import same_text
 from specdec_core.lab.models import load_pair
-from specdec_core.lab.quantize import KINDS, Int4Linear, Int8Linear, PackedLinear, int4_grid, int8_grid, quantize
+from specdec_core.lab.quantize import KINDS, Int4Linear, Int8Linear, PackedLinear, int4_grid, int8_grid, quantize, size
 
 PACKED: dict[str, type[PackedLinear]] = {"int8": Int8Linear, "int4": Int4Linear}
 PROMPTS = [[3, 1, 4, 1, 5, 9, 2, 6], [27, 18, 28], [31, 41, 59, 26, 53, 58, 9, 7, 9, 3, 2, 38]]
@@ -328,3 +328,11 @@ def test_a_pair_that_cannot_be_quantised_is_refused_before_loading(
     with pytest.raises(SpecDecError, match=words) as error:
         load_pair(pair_file, **changes)
     one_line(error)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_model_has_as_many_weights_as_before(kind: str, tied: bool) -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=64, num_attention_heads=2, tie_word_embeddings=tied).bfloat16()
+    assert size(model) == model.num_parameters()
+    assert size(quantize(model, kind)) == model.num_parameters()
