@@ -9,6 +9,7 @@ of one and of several rows do anyway.
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -21,20 +22,41 @@ ROWS = 5  # the order is chosen for so many rows: a block of four and the pendin
 
 
 class BlockedLinear(nn.Linear):
-    """An ``nn.Linear`` with its weights in oneDNN's order beside them: [..., in] -> [..., out]. No gradients."""
+    """An ``nn.Linear`` with its weights in oneDNN's order beside them: [..., in] -> [..., out].
+
+    The second copy is made anew where the weights have changed. With gradients, on another device or in another number
+    format it is a plain ``nn.Linear``.
+    """
 
     def __init__(self, linear: nn.Linear):
         super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.weight, self.bias = linear.weight, linear.bias
-        self.blocked = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), ROWS)
+        self._block()
+
+    def _block(self) -> None:
+        self.blocked = torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), ROWS)
+        self.made_of = self._state()
+
+    def _state(self) -> tuple[int, int, torch.dtype]:
+        """Changes with the weights: another tensor, one written to, or another number format."""
+        weight = self.weight
+        return weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or not hidden.device.type == self.weight.device.type == "cpu":
+            return super().forward(hidden)
+        if self.weight.dtype not in (torch.float32, torch.bfloat16):
+            return super().forward(hidden)
+        if self._state() != self.made_of:
+            self._block()
         out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.blocked, self.bias, "none", [], "")
         return out
 
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockedLinear:
-        """Itself: `shell` is to share weights, and nothing here is ever changed."""
-        return self
+        """As any module, but for the second copy: shared where the weights are, and else made anew."""
+        other = copy.copy(self)
+        other._parameters = {name: copy.deepcopy(w, memo) for name, w in self._parameters.items()}
+        return other
 
 
 def possible(model: PreTrainedModel) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from kit import pair_of, tiny_llama
@@ -76,3 +78,27 @@ def test_where_it_is_not_possible_the_model_comes_back(monkeypatch: pytest.Monke
     assert packing.pack(model.half()) is model
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     assert packing.pack(model.float()) is model
+
+
+def test_weights_that_change_later_are_the_ones_that_count() -> None:
+    plain, ids = tiny_llama(), torch.arange(12)[None]
+    packed = packing.pack(plain)
+    noisy = copy.deepcopy(packed)
+    with torch.no_grad():
+        before = packed(ids).logits
+        for weight in noisy.parameters():
+            weight += 0.1
+        assert torch.equal(packed(ids).logits, before), "a deep copy has weights of its own"
+        assert not torch.allclose(noisy(ids).logits, before)
+        plain.model.layers[0].mlp.up_proj.weight.zero_()  # shared with the packed one
+        assert torch.allclose(packed(ids).logits, plain(ids).logits, rtol=0, atol=1e-5)
+        packed.bfloat16()
+        assert packed(ids).logits.dtype == torch.bfloat16
+        packed.half()
+        assert packed(ids).logits.dtype == torch.float16
+
+
+def test_a_packed_model_still_has_gradients() -> None:
+    packed = packing.pack(tiny_llama())
+    packed(torch.arange(12)[None]).logits.sum().backward()
+    assert all(weight.grad is not None for weight in packed.parameters())
