@@ -69,8 +69,9 @@ def record_of(run_id: str) -> dict[str, Any]:
         raise SpecDecError(f"Run {run_id} is no finished bench ({str(error).splitlines()[0]}): give its id.") from None
     tags, params, metrics = run.data.tags, run.data.params, run.data.metrics
     commit = tags.get("mlflow.source.git.commit", "")[:7]
+    longest = tags.get("tokens", params["tokens"])  # as they were, where they had to be shorter than was asked
     caption = (
-        f"Run `{run_id[:12]}` at {commit}: {params['data']}, texts of at most {params['tokens']} tokens, "
+        f"Run `{run_id[:12]}` at {commit}: {params['data']}, texts of at most {longest} tokens, "
         f"{tags['threads']} threads; chosen on the first half of the prompts: **{tags['chosen']}**. Memory is read at "
         f"{metrics['bandwidth_gb_s']:.0f} GB/s; peak of the whole run {metrics['peak_memory_gb']:.1f} GB."
     )

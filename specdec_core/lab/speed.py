@@ -196,13 +196,14 @@ class Contest:
         return Arm(run, over, weights, temperature, read)
 
     def fit(self, seconds: float, prompts: int) -> None:
-        """Shorter texts, of 16 tokens at least, where everything would take longer than this: an arm is taken to need
-        an ordinary pass for every token, and prompts and engines that are slower to cost a third more."""
+        """Shorter texts, of 32 tokens at least, where everything would take longer. An arm is taken to need an
+        ordinary pass for every token, and prompts and engines that are slower to cost a third more. Of still shorter
+        texts the reading of the prompt by the draft, which counts as decoding, would be a large part."""
         arms = {weights: float(JUDGED[weights]) for weights in self.pairs}
         for weights in CHOOSING:
             arms[weights] += (1 + len(CANDIDATES)) / 2  # on texts of half the length
         a_token = prompts * sum(n * (self.costs[w].get("target", 1, 1) or 0.0) for w, n in arms.items())
-        self.tokens = min(self.tokens, max(16, int(seconds / (4 / 3 * a_token))))
+        self.tokens = min(self.tokens, max(32, int(seconds / (4 / 3 * a_token))))
 
     def choosing(self, weights: str) -> dict[str, Arm]:
         """Ordinary decoding and every candidate that this pair can be drafted with, on texts of half the length."""
