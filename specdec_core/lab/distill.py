@@ -137,11 +137,11 @@ def student(target: PreTrainedModel, layers: Sequence[int]) -> PreTrainedModel:
     model: PreTrainedModel = type(target)(config).float()  # type: ignore[arg-type]
     theirs = target.state_dict()
     chosen = {f".layers.{new}.": f".layers.{old}." for new, old in enumerate(layers)}
-    state = {}
-    for name in model.state_dict():
-        source = next((name.replace(new, old, 1) for new, old in chosen.items() if new in name), name)
-        state[name] = theirs[source].float()
-    model.load_state_dict(state)
+    names = list(model.state_dict())
+    sources = [next((name.replace(new, old, 1) for new, old in chosen.items() if new in name), name) for name in names]
+    if not theirs.keys() >= set(sources):
+        raise SpecDecError("The target's weights are joined or integers: load its pair with pack=False, no quantize.")
+    model.load_state_dict({name: theirs[source].float() for name, source in zip(names, sources, strict=True)})
     model.requires_grad_(True)
     model.get_input_embeddings().requires_grad_(False)
     model.get_output_embeddings().requires_grad_(False)

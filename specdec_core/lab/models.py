@@ -99,9 +99,10 @@ class PairSpec(_Strict):
     ``quantize`` ("int8" or "int4", on a CPU, in bfloat16) gives the target integer weights (`lab.quantize`). That is
     another target than the unquantised one: its rounding changes the law, so tokens and acceptance may be compared
     among runs with the same kind only. ``draft_quantize`` does so to the draft on a CPU (elsewhere it does nothing),
-    whatever the target's number format: it changes how often the draft agrees, and never the law. ``pack`` keeps a
-    second copy of the layers' weights in oneDNN's order on a CPU (`lab.packing`; elsewhere it does nothing): the same
-    law, faster passes, more memory. ``compile`` runs both models through torch.compile (of use with fixed shapes).
+    whatever the target's number format: it changes how often the draft agrees, and never the law. ``pack`` joins the
+    products of Llama layers (`lab.lean`) and keeps a second copy of their weights in oneDNN's order (`lab.packing`), on
+    a CPU; elsewhere it does nothing: the same law, faster passes, more memory. ``compile`` runs both models through
+    torch.compile (of use with fixed shapes).
     """
 
     name: str
@@ -418,14 +419,13 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
 
     from ..api import Pair
     from ..caches import ModelCache
-    from . import packing
-    from . import quantize as integers
+    from .quantize import check
 
     spec = read_pair(path_or_name, **overrides)
     device = resolve_device(spec.device)
     _check_machine(spec, device)
     if spec.quantize:
-        integers.check(spec.quantize, device, resolve_dtype(spec.dtype, device))
+        check(spec.quantize, device, resolve_dtype(spec.dtype, device))
     if spec.threads:
         torch.set_num_threads(spec.threads)
     how: dict[str, str] = {
@@ -434,10 +434,7 @@ def load_pair(path_or_name: str | Path, **overrides: Any) -> Pair:
         "attn_implementation": spec.attn_implementation,
     }
     target = load_model(spec.target.ref, revision=spec.target.revision, **how)
-    if spec.quantize:
-        target = integers.quantize(target, spec.quantize)
-    if spec.pack:
-        target = packing.pack(target)
+    target = _for_speed(target, spec.quantize, spec.pack)
     tokenizer = load_tokenizer(spec.target.ref, spec.target.revision)
     draft, draft_ref, draft_tokenizer = _load_draft(spec, target, tokenizer, how)
     if spec.compile:
@@ -508,15 +505,20 @@ def _load_draft(
         from ..drafters import reduced_head
 
         draft = reduced_head(draft, _read_head(_head_file(spec.draft_head)))
-    if packed:
-        from .quantize import quantize
+    return _for_speed(draft, packed, spec.pack), spec.draft, theirs if translated else None
 
-        draft = quantize(draft, packed)
-    elif spec.pack:
-        from .packing import pack
 
-        draft = pack(draft)
-    return draft, spec.draft, theirs if translated else None
+def _for_speed(model: PreTrainedModel, quantize: Integers | None, pack: bool) -> PreTrainedModel:
+    """The model as it is run: products are joined first, so that what is joined gets integers, or another order, as
+    one."""
+    from . import lean, packing
+    from .quantize import quantize as with_integers
+
+    if pack:
+        model = lean.lean(model)
+    if quantize:
+        return with_integers(model, quantize)
+    return packing.pack(model) if pack else model
 
 
 def _head_file(name: str) -> Path:

@@ -45,10 +45,10 @@ RULE = (
     "Written before the run: of the candidates, take the one with the highest geometric mean of speed over ordinary "
     "decoding on the first half of the prompts (the category counts, not its number of prompts); number format and "
     "threads are those with the shortest ordinary pass. It is confirmed if on the other half the lower end of its 95 % "
-    "interval is above 1. Candidates run in bfloat16 and in int4; float32 and int8 take what bfloat16 chose."
+    "interval is above 1. Candidates run in bfloat16, float32 and int4; int8 takes what int4 chose."
 )
-CHOOSING = ("bf16", "int4")
-JUDGED = {"bf16": 11, "fp32": 5, "int8": 2, "int4": 2}  # arms that judge, by number format
+CHOOSING = ("bf16", "fp32", "int4")
+JUDGED = {"bf16": 12, "fp32": 5, "int8": 2, "int4": 2}  # arms that judge, by number format
 
 
 AIMS = (
@@ -66,7 +66,7 @@ AIMS = (
 
 
 class Candidate(NamedTuple):
-    """A way to speculate. ``most``: longest block of a composite's model; ``confidence``: it stops where less sure.
+    """A way to speculate. ``most``: longest block of a composite's model; ``tries``: tokens at each position.
 
     The lookup in front of a model asks for two tokens: a single one is found nearly everywhere and says little.
     """
@@ -75,13 +75,13 @@ class Candidate(NamedTuple):
     gamma: int
     control: str = "fixed"
     most: int | None = None
-    confidence: float = 0.0
+    tries: int = 1
 
     @property
     def name(self) -> str:
         parts = [self.kind, f"γ{self.gamma}" if self.control == "fixed" else f"{self.control} to γ{self.gamma}"]
         parts += [f"model {self.most}"] if self.most else []
-        return " ".join(parts + ([f"while q {self.confidence:g}"] if self.confidence else []))
+        return " ".join(parts + ([f"×{self.tries}"] if self.tries > 1 else []))
 
     def drafter(self, pair: Pair, policy: SamplingPolicy) -> Drafter:
         device = pair.target.device
@@ -89,7 +89,7 @@ class Candidate(NamedTuple):
             return SuffixDrafter(device)
         if self.kind == "lookup" or pair.draft is None:
             return PromptLookupDrafter(device)
-        model = ModelDrafter(pair.draft, policy, pair.vocab, self.confidence)
+        model = ModelDrafter(pair.draft, policy, pair.vocab, candidates=self.tries)
         if self.kind == "model":
             return model
         return CompositeDrafter(PromptLookupDrafter(device, ngram_min=2), model, most=self.most)
@@ -97,16 +97,14 @@ class Candidate(NamedTuple):
 
 CANDIDATES = (
     Candidate("lookup", 4),
-    Candidate("suffix", 4),
-    Candidate("lookup", 8, "fallback"),
     Candidate("model", 4),
-    Candidate("composite", 3),
+    Candidate("composite", 2),
     Candidate("composite", 4),
-    Candidate("composite", 4, confidence=0.3),
-    Candidate("composite", 7, most=3),
+    Candidate("composite", 3, tries=3),
+    Candidate("composite", 4, tries=3),
     Candidate("composite", 8, "fallback", most=4),
 )
-LOOKUP, MODEL = CANDIDATES[0], CANDIDATES[3]
+LOOKUP, MODEL, SUFFIX = CANDIDATES[0], CANDIDATES[1], Candidate("suffix", 4)  # rows of their own
 
 
 def engine(pair: Pair, candidate: Candidate, tokens: int, costs: Costs, temperature: float = 0.0) -> Engine:
@@ -207,7 +205,7 @@ class Contest:
 
     def choosing(self, weights: str) -> dict[str, Arm]:
         """Ordinary decoding and every candidate that this pair can be drafted with, on texts of half the length."""
-        possible = [c for c in CANDIDATES if self.pairs[weights].draft is not None or c.kind in ("lookup", "suffix")]
+        possible = [c for c in CANDIDATES if self.pairs[weights].draft is not None or c.kind == "lookup"]
         arms = {"ordinary": self.own(weights, None, share=2)} | {
             c.name: self.own(weights, c, share=2) for c in possible
         }
@@ -217,11 +215,11 @@ class Contest:
         """The default in every number format, ordinary decoding in each, and the others' engines."""
         arms: dict[str, Arm] = {}
         for weights in self.pairs:
-            chosen = self.chosen.get(weights, self.chosen["bf16"])
+            chosen = self.chosen.get(weights, self.chosen["int4"])
             arms |= {f"ordinary {weights}": self.own(weights, None), f"default {weights}": self.own(weights, chosen)}
         for weights in ("bf16", "fp32"):
             arms |= self._hugging_face(weights)
-        for candidate in (LOOKUP, MODEL) if self.pairs["bf16"].draft is not None else (LOOKUP,):
+        for candidate in (LOOKUP, SUFFIX, MODEL) if self.pairs["bf16"].draft is not None else (LOOKUP, SUFFIX):
             arms[f"{candidate.name} bf16"] = self.own("bf16", candidate)
         for name, known in {"ordinary": None, "default": self.chosen["bf16"]}.items():
             arms[f"{name} bf16 T=.7"] = self.own("bf16", known, 0.7)

@@ -68,6 +68,14 @@ def test_a_packed_model_can_be_cut_and_given_a_smaller_head() -> None:
     assert reduced_head(packed, [1, 2, 3]).get_output_embeddings().linear.out_features == 3
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_few_rows_in_float32_are_the_plain_product_bit_for_bit(rows: int) -> None:
+    """They are faster so: on some machines by a third."""
+    linear, hidden = nn.Linear(576, 1536), torch.randn(1, rows, 576)
+    with torch.inference_mode():
+        assert torch.equal(packing.BlockedLinear(linear)(hidden), linear(hidden))
+
+
 def test_integer_weights_stay_integers() -> None:
     packed = quantize.quantize(tiny_llama(hidden_size=64, intermediate_size=64).bfloat16(), "int8")
     assert not any(isinstance(m, packing.BlockedLinear) for m in packing.pack(packed).modules())

@@ -70,7 +70,7 @@ def test_the_command_chooses_on_one_half_judges_on_the_other_and_can_be_publishe
     assert (rows.loc[[name for name in rows.index if name.startswith("ordinary")], "value"] == 1).all()
     candidates = pd.read_csv(client.download_artifacts(run.info.run_id, "tables/candidates.csv"))
     best = {w: t.loc[t["value"].idxmax(), "arm"] for w, t in candidates.reset_index().groupby("weights")}
-    assert tags["chosen"] == f"bf16: {best['bf16']}; int4: {best['int4']}"
+    assert tags["chosen"] == f"bf16: {best['bf16']}; fp32: {best['fp32']}; int4: {best['int4']}"
     assert set(candidates["arm"]) == {c.name for c in speed.CANDIDATES}
     times = pd.read_csv(client.download_artifacts(run.info.run_id, "tables/times.csv"))
     assert not times.duplicated(["arm", "prompt"]).any()
@@ -99,10 +99,10 @@ def test_texts_get_shorter_where_the_bench_would_take_longer_than_it_may() -> No
     contest = speed.Contest("mine", tokens=64)
     contest.pairs = dict.fromkeys(speed.JUDGED, tiny_pair())
     contest.costs = dict.fromkeys(speed.JUDGED, Costs({("target", 1, 1): 0.05}))
-    arms = sum(speed.JUDGED.values()) + 2 * (1 + len(speed.CANDIDATES)) / 2
+    arms = sum(speed.JUDGED.values()) + 3 * (1 + len(speed.CANDIDATES)) / 2
     contest.fit(3600, prompts=10)
     assert contest.tokens == 64
     contest.fit(800, prompts=10)
-    assert contest.tokens == int(800 / (4 / 3 * 10 * 0.05 * arms)) == 40
+    assert contest.tokens == int(800 / (4 / 3 * 10 * 0.05 * arms)) == 36
     contest.fit(60, prompts=10)
     assert contest.tokens == 32
