@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, Unpack, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -243,7 +243,7 @@ def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -
     """Check every option of :func:`generate_batch` and set the decoding up."""
     if not isinstance(pair, Pair):
         raise SpecDecError(f"pair={pair!r:.60} is no pair: give what load_pair returned.")
-    options = {**pair.options, **options}
+    options = _over(pair, options)
     for name in options:
         choice("option", name, Options.__annotations__)
     for name in ("speculate", "diagnostics", "fixed_shapes", "chat"):
@@ -269,6 +269,14 @@ def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -
     else:
         steps = ordinary_decoding(pair.target, requests, settings)
     return Prepared(pair, requests, steps, stops)
+
+
+def _over(pair: Pair, options: Options) -> Options:
+    """The call's options over the pair's, whose ``candidates`` are for its own kind of drafter and the token rule."""
+    own = dict(pair.options)
+    if options.get("drafter") in ("prompt_lookup", "suffix") or options.get("rule") == "block":
+        own.pop("candidates", None)
+    return cast(Options, {**own, **options})
 
 
 def _settings(pair: Pair, stops: Stops, max_new_tokens: int, options: Options) -> Settings:

@@ -37,7 +37,7 @@ def generate(
     drafter: Annotated[
         str | None, typer.Option(help="prompt_lookup, suffix, model, composite, early_exit or self; else the pair's.")
     ] = None,
-    gamma: Annotated[int, typer.Option(min=1, max=64, help="Tokens drafted per step.")] = 4,
+    gamma: Annotated[int | None, typer.Option(min=1, max=64, help="Tokens drafted per step; else the pair's.")] = None,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 switches it off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 switches it off.")] = 1.0,
@@ -45,8 +45,12 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Stop after so many tokens.")] = 128,
     seed: Annotated[int, typer.Option(min=0, help="Same seed, same tokens.")] = 0,
     rule: Annotated[str | None, typer.Option(help="token or block, when sampling.")] = None,
-    candidates: Annotated[int, typer.Option(min=1, help="Tokens tried at each position, of a model draft.")] = 1,
-    control: Annotated[str, typer.Option(help="fixed, heuristic, adaptive or fallback.")] = "fixed",
+    candidates: Annotated[
+        int | None, typer.Option(min=1, help="Tokens tried at each position, of a model draft; else the pair's.")
+    ] = None,
+    control: Annotated[
+        str | None, typer.Option(help="fixed, heuristic, adaptive or fallback; else the pair's.")
+    ] = None,
     no_baseline: Annotated[bool, typer.Option("--no-baseline", help="Skip ordinary decoding beside it.")] = False,
 ) -> None:
     """Speculate on one prompt: accepted, rejected and resampled tokens, beside ordinary decoding."""

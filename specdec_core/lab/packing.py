@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..drafters.early_exit import shell
+from ..drafters.reduced import ReducedHead
 
 ROWS = 5  # the order is chosen for so many rows: a block of four and the pending token; it takes any number
 FEW = 4  # fewer rows than these are faster on plain weights in float32, on some machines by a third
@@ -71,10 +72,10 @@ def possible(model: PreTrainedModel) -> bool:
 
 
 def pack(model: PreTrainedModel) -> PreTrainedModel:
-    """``model`` with a second copy of its layers' weights in oneDNN's order; everything else is shared with it.
+    """``model`` with a second copy of its weights in oneDNN's order; everything else is shared with it.
 
-    The output head stays as it is, and so do layers that are no plain ``nn.Linear``, such as quantised ones. Where it
-    is not `possible` the model itself comes back.
+    Layers that are no plain ``nn.Linear`` stay as they are, such as quantised ones. Where it is not `possible` the
+    model itself comes back.
     """
     if not possible(model):
         return model
@@ -82,4 +83,9 @@ def pack(model: PreTrainedModel) -> PreTrainedModel:
     decoder = packed.get_decoder()
     for name, linear in [(name, m) for name, m in decoder.named_modules() if type(m) is nn.Linear]:
         decoder.set_submodule(name, BlockedLinear(linear))
+    head = packed.get_output_embeddings()
+    if isinstance(head, ReducedHead) and type(head.linear) is nn.Linear:
+        head.linear = BlockedLinear(head.linear)
+    elif type(head) is nn.Linear:
+        packed.set_output_embeddings(BlockedLinear(head))
     return packed

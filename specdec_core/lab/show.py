@@ -114,7 +114,7 @@ def show_generate(
     *,
     pair: str,
     drafter: str | None = None,
-    gamma: int = 4,
+    gamma: int | None = None,
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
@@ -122,21 +122,24 @@ def show_generate(
     max_new_tokens: int = 128,
     seed: int = 0,
     rule: str | None = None,
-    candidates: int = 1,
-    control: str = "fixed",
+    candidates: int | None = None,
+    control: str | None = None,
     baseline: bool = True,
     console: Console | None = None,
 ) -> None:
-    """``specdec generate``: the text in colours, its numbers, and ordinary decoding beside it."""
+    """``specdec generate``: the text in colours, its numbers, and ordinary decoding beside it. Options that are None
+    are the pair's own."""
     from .models import load_pair
 
     console = console or Console()
     with console.status("loading the models"):
         models = load_pair(pair)
     common: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    how: dict[str, Any] = {"drafter": drafter, "rule": rule, "candidates": candidates, "control": control}
-    speculative = generate(models, prompt, gamma=gamma, max_new_tokens=max_new_tokens, **how, **common)
-    title = f"{models.name}, drafter {drafter or models.drafter}, γ = {gamma}, temperature {temperature:g}"
+    given = {"drafter": drafter, "gamma": gamma, "rule": rule, "candidates": candidates, "control": control}
+    how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    speculative = generate(models, prompt, max_new_tokens=max_new_tokens, **how, **common)
+    known = {"drafter": models.drafter, "gamma": 4, **models.options, **how}
+    title = f"{models.name}, drafter {known['drafter']}, γ = {known['gamma']}, temperature {temperature:g}"
     console.print(Panel(as_rich(story(speculative, models)), title=title, padding=(1, 2)))
     console.print(legend())
     outputs = {"speculative": speculative}

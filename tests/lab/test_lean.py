@@ -67,7 +67,7 @@ def test_greedy_texts_of_a_lean_pair_are_those_of_ordinary_decoding() -> None:
 def test_joined_weights_are_packed_quantised_and_cut_like_any_other() -> None:
     plain = tiny_llama(hidden_size=64, intermediate_size=64).bfloat16()
     blocked = packing.pack(lean(plain))
-    assert sum(isinstance(m, packing.BlockedLinear) for m in blocked.modules()) == 4 * len(plain.model.layers)
+    assert sum(isinstance(m, packing.BlockedLinear) for m in blocked.modules()) == 4 * len(plain.model.layers) + 1
     assert len(early_exit(blocked, 1).model.layers) == 1
     ids = torch.arange(12)[None]
     with torch.inference_mode():

@@ -43,7 +43,7 @@ def test_a_packed_model_says_the_same_and_the_plain_one_stays_as_it_was(dtype: t
         want, got = plain(ids).logits, packed(ids).logits
     assert torch.allclose(got, want, rtol=0, atol=1e-5)
     assert not any(isinstance(m, packing.BlockedLinear) for m in plain.modules())
-    assert sum(isinstance(m, packing.BlockedLinear) for m in packed.modules()) == 7 * len(packed.model.layers)
+    assert sum(isinstance(m, packing.BlockedLinear) for m in packed.modules()) == 7 * len(packed.model.layers) + 1
     assert {id(w) for w in packed.parameters()} == {id(w) for w in plain.parameters()}, "no weight is copied twice"
     assert packed.state_dict().keys() == plain.state_dict().keys()
 
@@ -66,6 +66,10 @@ def test_a_packed_model_can_be_cut_and_given_a_smaller_head() -> None:
     assert short.model.layers[0].mlp.up_proj.blocked is packed.model.layers[0].mlp.up_proj.blocked
     assert len(packed.model.layers) > 1
     assert reduced_head(packed, [1, 2, 3]).get_output_embeddings().linear.out_features == 3
+    small, ids = packing.pack(reduced_head(tiny_llama(), [1, 2, 3])), torch.arange(12)[None]
+    assert isinstance(small.get_output_embeddings().linear, packing.BlockedLinear)
+    with torch.inference_mode():
+        assert torch.allclose(small(ids).logits[..., 1:4], tiny_llama()(ids).logits[..., 1:4], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("rows", [1, 3])

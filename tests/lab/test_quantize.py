@@ -310,7 +310,14 @@ def test_a_pair_sets_options_that_a_call_may_override(pair_file: Path) -> None:
         next(r.gamma for r in generate(pair, [3, 1, 4], eos=[], **o).records if r.gamma) for o in ({}, {"gamma": 3})
     ]
     assert first == [2, 3]
-    with pytest.raises(SpecDecError, match=r"unknown key 'options.gama'; allowed are gamma, control, confidence"):
+    pair = load_pair(pair_file, options={"candidates": 2}, drafter="self", dtype="float32")
+    with pytest.raises(SpecDecError, match="candidates"):
+        generate(pair, [3, 1, 4], eos=[], drafter="suffix", candidates=2)
+    for others in ({"drafter": "suffix"}, {"drafter": "self", "rule": "block", "temperature": 1.0}):
+        generate(pair, [3, 1, 4], eos=[], max_new_tokens=4, **others)  # have one candidate a position
+    with pytest.raises(
+        SpecDecError, match=r"unknown key 'options.gama'; allowed are gamma, control, confidence, candidates"
+    ):
         load_pair(pair_file, options={"gama": 2})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import matplotlib
 
 matplotlib.use("Agg")
@@ -166,3 +168,16 @@ def test_sliders_draw_the_figure_anew_in_its_place_without_an_output_widget(monk
     assert isinstance(first, plt.Figure)
     assert shown[2] is not first
     assert not plt.get_fignums(), "a figure left open is shown twice"
+
+
+def test_the_command_decodes_as_the_pair_says_where_no_option_does(pair, monkeypatch, capsys):
+    asked = []
+    own = replace(pair, options={"gamma": 2, "control": "heuristic"})
+    monkeypatch.setattr("specdec_core.lab.models.load_pair", lambda name: own)
+    real = show.generate
+    monkeypatch.setattr(show, "generate", lambda p, prompt, **o: asked.append(o) or real(p, PROMPT, **o))
+    show.show_generate("Why?", pair="tiny", max_new_tokens=8)
+    assert not {"gamma", "control", "candidates", "drafter", "rule"} & set(asked[0])
+    assert "γ = 2" in capsys.readouterr().out
+    show.show_generate("Why?", pair="tiny", max_new_tokens=8, gamma=3)
+    assert "γ = 3" in capsys.readouterr().out
