@@ -50,6 +50,10 @@ class ModelDrafter(Drafter):
         self.model, self.policy, self.vocab, self.confidence = model, policy, vocab, confidence
         self.candidates, self.processing, self.capacity = candidates, processing or Processing(), capacity
         self.known = min(vocab, int(model.config.get_text_config(decoder=True).vocab_size))
+        ids: Tensor | None = getattr(model.get_output_embeddings(), "ids", None)  # of a ReducedHead
+        if ids is not None:
+            ids = None if len(ids) < candidates or self.processing.active else ids[ids < vocab]
+        self.columns = ids  # the tokens that laws are made over, where not all
         self.start()
 
     def start(self) -> None:
@@ -91,7 +95,8 @@ class ModelDrafter(Drafter):
             if i and self.known < self.vocab:  # nothing behind a token that it does not know
                 going &= tokens[:, i - 1, 0] < self.known
             lengths += going
-            tokens[:, i] = self._pick(law, belief, u[:, i * k : (i + 1) * k])
+            picked = self._pick(law, belief, u[:, i * k : (i + 1) * k])
+            tokens[:, i] = picked if self.columns is None else self.columns[picked]
             laws.append(law)
             beliefs.append(belief)
             # On a CPU asking costs nothing; on a GPU the block runs on, since a read would wait for it.
@@ -105,9 +110,9 @@ class ModelDrafter(Drafter):
         return Proposal(
             tokens[:, :n, 0],
             torch.minimum(lengths, torch.tensor(room, device=device)),
-            None if self.policy.greedy else torch.stack(laws, 1),
+            None if self.policy.greedy else self._whole(laws),
             [min(r, n) for r in room],
-            torch.stack(beliefs, 1),
+            self._whole(beliefs),
             tokens[:, :n, 1:] if k > 1 else None,
         )
 
@@ -144,8 +149,10 @@ class ModelDrafter(Drafter):
         return cache.extend(padded, [len(row) for row in new], keep="last")
 
     def _laws(self, logits: Tensor, sequences: Sequence[Sequence[int]], drafted: Tensor) -> tuple[Tensor, Tensor]:
-        """The law to draw from and the law at temperature 1, both ``[B, vocab]``."""
-        logits = fit_vocabulary(logits[:, -1:], self.vocab)
+        """The law to draw from and the law at temperature 1, both ``[B, vocab]``, or ``[B, columns]`` where the head is
+        cut: everywhere else they are 0."""
+        logits = logits[:, -1:]
+        logits = fit_vocabulary(logits, self.vocab) if self.columns is None else logits[..., self.columns]
         if self.processing.active:
             logits = self.processing.process_block(logits, sequences, self.prompts, drafted)
         plain = SamplingPolicy(temperature=1.0)
@@ -154,6 +161,13 @@ class ModelDrafter(Drafter):
         if self.policy == plain or self.policy.greedy:
             return (logits[:, 0] if self.policy.greedy else belief), belief
         return distribution(logits[:, 0], self.policy), belief
+
+    def _whole(self, laws: list[Tensor]) -> Tensor:
+        """The laws of a block, ``[B, n, vocab]``."""
+        found = torch.stack(laws, 1)
+        if self.columns is None:
+            return found
+        return found.new_zeros(*found.shape[:-1], self.vocab).index_copy_(-1, self.columns, found)
 
     def _pick(self, law: Tensor, belief: Tensor, u: Tensor) -> Tensor:
         """``[B, k]`` candidates: the likeliest when greedy, else drawn from the law without those before."""

@@ -78,6 +78,7 @@ class TranslatedDrafter(ModelDrafter):
         first = tokenizer("a").input_ids[:1]
         self.lead = first if first == [tokenizer.bos_token_id] else []
         super().__init__(model, policy, own, **{**kwargs, "processing": None, "capacity": None})
+        self.columns = None  # restricted to the shared tokens instead
         if self.cache.layout.recurrent:
             raise SpecDecError(
                 f"Draft '{model.config.model_type}' keeps a recurrent state, which cannot follow a text that is read "

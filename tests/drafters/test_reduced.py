@@ -100,6 +100,28 @@ def test_nothing_else_is_ever_drafted(policy):
         assert found.q[..., [i for i in range(64) if i not in SOME]].max() == 0
 
 
+@pytest.mark.parametrize("candidates", [1, 3])
+@pytest.mark.parametrize("vocab", [64, 30, 80])
+@pytest.mark.parametrize("policy", [SamplingPolicy(), SamplingPolicy(1.0), SamplingPolicy(0.7, top_k=4)])
+def test_laws_over_its_tokens_alone_give_what_laws_over_the_whole_vocabulary_do(policy, vocab, candidates):
+    """``vocab``: the target's, which may be smaller than the draft's or larger."""
+    u, found = torch.rand(2, 5 * candidates, dtype=torch.float64), []
+    for columns in (True, False):
+        drafter = ModelDrafter(reduced_head(tiny_llama(), SOME), policy, vocab, candidates=candidates)
+        assert drafter.columns is not None
+        if not columns:
+            drafter.columns = None
+        drafter.join([[1, 2], [6, 7, 8]])
+        with torch.inference_mode():
+            found.append(drafter.propose([[1, 2, 5], [6, 7, 8, 9]], [5, 5], u))
+    ours, whole = found
+    assert torch.equal(ours.tokens, whole.tokens)
+    for name in ("q", "belief", "branches"):
+        mine, theirs = getattr(ours, name), getattr(whole, name)
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.allclose(mine, theirs, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("policy", [SamplingPolicy(), SamplingPolicy(0.8)])
 def test_rows_equal_their_own_runs(policy):
     target = tiny_llama(vocab=16, scale=0.5)
