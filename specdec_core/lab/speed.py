@@ -48,7 +48,7 @@ RULE = (
     "interval is above 1. Candidates run in bfloat16, float32 and int4; int8 takes what int4 chose."
 )
 CHOOSING = ("bf16", "fp32", "int4")
-JUDGED = {"bf16": 12, "fp32": 5, "int8": 2, "int4": 2}  # arms that judge, by number format
+JUDGED = {"bf16": 13, "fp32": 5, "int8": 2, "int4": 2}  # arms that judge, by number format
 
 
 AIMS = (
@@ -217,6 +217,8 @@ class Contest:
         for weights in self.pairs:
             chosen = self.chosen.get(weights, self.chosen["int4"])
             arms |= {f"ordinary {weights}": self.own(weights, None), f"default {weights}": self.own(weights, chosen)}
+        not_packed = peers.ours(self.plain("bf16"), self.tokens, speculate=False)
+        arms["not packed bf16"] = Arm(not_packed, "ordinary bf16", "bf16", bytes=arms["ordinary bf16"].bytes)
         for weights in ("bf16", "fp32"):
             arms |= self._hugging_face(weights)
         for candidate in (LOOKUP, SUFFIX, MODEL) if self.pairs["bf16"].draft is not None else (LOOKUP, SUFFIX):
