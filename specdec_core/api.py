@@ -63,8 +63,9 @@ class Pair:
         return int(self.target.config.get_text_config(decoder=True).vocab_size)
 
     def make_drafter(self, kind: str, policy: SamplingPolicy, **options: Any) -> Drafter:
-        """A fresh drafter of one of ``DRAFTERS``; ``options`` are those of a
+        """A fresh drafter of one of ``DRAFTERS``; ``options`` are ``model_gamma`` and those of a
         :class:`~specdec_core.drafters.ModelDrafter`. ``self`` uses the target as its own draft (the 100 % check)."""
+        most = options.pop("model_gamma", None)
         choice("drafter", kind, DRAFTERS, ", or an object of a class derived from specdec_core.Drafter")
         if kind in ("prompt_lookup", "suffix"):
             if options.get("candidates", 1) > 1:
@@ -87,7 +88,7 @@ class Pair:
         if kind == "model":
             return model
         # A single token is found nearly everywhere and says less than the model does.
-        return CompositeDrafter(PromptLookupDrafter(self.target.device, ngram_min=2), model)
+        return CompositeDrafter(PromptLookupDrafter(self.target.device, ngram_min=2), model, most=most)
 
 
 @dataclass
@@ -126,6 +127,7 @@ class Options(TypedDict, total=False):
     diagnostics: bool
     rule: str | None
     candidates: int
+    model_gamma: int | None
     control: str | BlockLength
     processing: Processing | None
     max_batch: int | None
@@ -160,6 +162,8 @@ def generate_batch(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Opti
         diagnostics: keep p, q, entropies and the target's preference in the records (default).
         rule: ``token`` (default when sampling) or ``block``; greedy decoding has its own.
         candidates: tokens for each position, 1 by default; more need a drafter that is a model, and the token rule.
+        model_gamma: the longest block that the model of a ``composite`` drafts; None for ``gamma``, which the lookup
+            takes, at no cost.
         control: ``fixed`` (default), ``heuristic``, ``adaptive``, ``fallback`` or a
             :class:`~specdec_core.control.BlockLength`, which keeps what it learned for the next call.
         processing: penalties, bad words, forced tokens and so on; None takes what the model's generation_config asks of
@@ -251,6 +255,8 @@ def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -
         if not isinstance(value, bool) and not (name == "chat" and value is None):
             raise SpecDecError(f"{name}={value!r} is not possible: give True or False.")
     whole("candidates", options.get("candidates", 1), 1, 64)
+    if options.get("model_gamma") is not None:
+        whole("model_gamma", options["model_gamma"], 1, 1024)
     chance = "a probability below 1, where 0 is off"
     number("confidence", options.get("confidence", 0.0), lambda c: 0 <= c < 1, chance)
     max_new_tokens = whole("max_new_tokens", options.get("max_new_tokens", 128), 0, 2**31)
@@ -318,7 +324,8 @@ def _drafter(pair: Pair, requests: list[Request], settings: Settings, options: O
     confidence, candidates, slots = options.get("confidence", 0.0), options.get("candidates", 1), None
     if settings.fixed_shapes and settings.control is not None:
         slots = capacity(requests, settings.control, candidates, settings.stops.context)
-    how = {"confidence": confidence, "candidates": candidates, "processing": settings.processing, "capacity": slots}
+    how: dict[str, Any] = {"confidence": confidence, "candidates": candidates, "capacity": slots}
+    how |= {"processing": settings.processing, "model_gamma": options.get("model_gamma")}
     return pair.make_drafter(pair.drafter if chosen is None else chosen, settings.policy, **how)
 
 

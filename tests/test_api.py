@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -194,6 +195,7 @@ def test_a_character_whose_tokens_are_not_all_there_is_held_back():
         ({"control": "magic"}, "control"),
         ({"max_batch": 0}, "max_batch"),
         ({"candidates": 0}, "candidates"),
+        ({"model_gamma": 0}, "model_gamma"),
         ({"gama": 4}, "gama"),
         ({"processing": "x"}, "processing"),
         ({"rule": ["token"], "temperature": 1.0}, "rule"),
@@ -209,6 +211,16 @@ def test_a_character_whose_tokens_are_not_all_there_is_held_back():
 def test_an_impossible_rule_control_or_batch_is_refused_by_name(pair, options, word):
     with pytest.raises(SpecDecError, match=word):
         generate(pair, PROMPT, max_new_tokens=4, **options)
+
+
+def test_a_composites_model_drafts_shorter_blocks_than_its_lookup_may(pair):
+    drafting = replace(pair, draft=pair.target)
+    options = {"max_new_tokens": 64, "drafter": "composite", "gamma": 6}
+    found = generate(drafting, PROMPT, model_gamma=2, **options)
+    assert {r.drafted for r in found.records[1:-1]} >= {2, 6}, "the model's blocks and the lookup's"
+    assert found.tokens == generate(drafting, PROMPT, **options).tokens
+    with pytest.raises(SpecDecError, match="drafter"):
+        generate(drafting, PROMPT, **options | {"drafter": "medusa"}, model_gamma=2)
 
 
 def test_a_row_of_a_batch_has_its_whole_wall_time_and_the_batch_counts_a_pass_once(pair):

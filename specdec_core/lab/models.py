@@ -80,6 +80,7 @@ class Decoding(_Strict):
     control: Literal["fixed", "heuristic", "adaptive", "fallback"] | None = None
     confidence: float | None = Field(default=None, ge=0, lt=1)
     candidates: int | None = Field(default=None, ge=1, le=64)
+    model_gamma: int | None = Field(default=None, ge=1, le=1024)
 
 
 class Needs(_Strict):

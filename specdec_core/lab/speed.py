@@ -100,8 +100,8 @@ CANDIDATES = (
     Candidate("model", 4),
     Candidate("composite", 2),
     Candidate("composite", 4),
-    Candidate("composite", 3, tries=3),
-    Candidate("composite", 4, tries=3),
+    Candidate("composite", 7, most=3, tries=3),
+    Candidate("composite", 7, most=4, tries=3),
     Candidate("composite", 8, "fallback", most=4),
 )
 LOOKUP, MODEL, SUFFIX = CANDIDATES[0], CANDIDATES[1], Candidate("suffix", 4)  # rows of their own

@@ -316,7 +316,8 @@ def test_a_pair_sets_options_that_a_call_may_override(pair_file: Path) -> None:
     for others in ({"drafter": "suffix"}, {"drafter": "self", "rule": "block", "temperature": 1.0}):
         generate(pair, [3, 1, 4], eos=[], max_new_tokens=4, **others)  # have one candidate a position
     with pytest.raises(
-        SpecDecError, match=r"unknown key 'options.gama'; allowed are gamma, control, confidence, candidates"
+        SpecDecError,
+        match=r"unknown key 'options.gama'; allowed are gamma, control, confidence, candidates, model_gamma",
     ):
         load_pair(pair_file, options={"gama": 2})
 
