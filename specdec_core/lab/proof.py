@@ -18,7 +18,7 @@ from ..record import acceptance_length_pooled, alpha_hat, target_passes, tokens_
 from ..sampling import RequestRandom, SamplingPolicy
 from ..verify import BLOCK, TOKEN, Rule
 from .lossy import LOSSY
-from .replay import predict, replay
+from .replay import Meeting, predict
 from .stats import Interval, bootstrap, detectable_distance, law_test, power_against
 from .table_model import iid
 from .theory import (
@@ -211,8 +211,8 @@ def predicted(
     pair: Pair, texts: Sequence[Output], drafter: str, gammas: Sequence[int], policy: SamplingPolicy
 ) -> pd.DataFrame:
     """α and tokens per pass by γ, from the texts alone."""
-    replays = [replay(pair, text, drafter, max(gammas), policy) for text in texts]
-    return pd.DataFrame([{"gamma": g, **predict(replays, g)} for g in gammas])
+    met = [Meeting(pair, text, policy) for text in texts]
+    return pd.DataFrame([{"gamma": g, **predict([m.replay(drafter, g) for m in met])} for g in gammas])
 
 
 def measured(

@@ -1,87 +1,216 @@
-"""What a drafter would have done on a text that exists already: acceptance at every position and every γ, without
-running the loop. Used to predict before measuring.
+"""What a drafter would have done on a text that exists already, at every block length and under every rule, without
+running the loop: measure once, replay everything.
 
-With the text fixed, a token x that the target drew is accepted with probability min(1, q(x)/p(x)) where the draft is
-drawn, and with 1 or 0 where the draft is chosen (lookup, argmax). Products along the text give every block.
+The text is fixed, so all that can vary is where blocks end. A token x of it that the target drew from p is accepted
+from a draft that draws from q with probability min(1, q(x)/p(x)); a drafter that chooses its token (lookup, or any at
+temperature 0) is accepted where it chose x. Under block verification the first i tokens of a block are accepted with
+probability A_i = min(A_{i-1}, Π q/p), since Pr(τ ≥ i | the draft) = min(w_{i-1} p/q, 1) = w_i (Sun et al. 2024,
+arXiv 2403.10444, lemma 5). Sums along the text then give every number that the loop would have had on average; at
+temperature 0 these are the loop's own, pass for pass.
+
+Where replay cannot speak: drafters that remember what was rejected or other texts, several candidates a position, and
+drafts with another tokenizer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ..api import Output, Pair
-from ..drafters import PromptLookupDrafter
-from ..errors import SpecDecError
+from ..drafters import Drafter, PromptLookupDrafter, SuffixDrafter
+from ..errors import SpecDecError, choice
 from ..sampling import SamplingPolicy, distribution, fit_vocabulary
 from .theory import expected_tokens
+
+REPLAYED = ("prompt_lookup", "suffix", "model", "composite", "self")
+RULES = ("token", "block")
+
+
+@dataclass(frozen=True)
+class Walk:
+    """Expected sums over the passes of a text, the prefill not counted; those of several texts may be added.
+
+    ``drafting``: passes that put something before the target; ``reached[i]`` and ``kept[i]``: blocks whose position
+    i + 1 was judged (all before it were kept), and was kept too.
+    """
+
+    passes: float
+    drafting: float
+    tokens: float
+    drafted: float
+    accepted: float
+    rejected: float
+    reached: np.ndarray
+    kept: np.ndarray
 
 
 @dataclass(frozen=True)
 class Replay:
-    """One text as a drafter would meet it.
+    """One text as a drafter meets it at one block length.
 
-    ``accept[t, i]``: probability that the (i+1)-th token drafted before position t is accepted, given that those
-    before it were; NaN where the drafter proposes none. Position 0 is the prefill's token and has no block.
+    ``ratio[t, i]``: q/p of the text's token t + i, for the (i+1)-th of ``drafted[t]`` tokens drafted before position t.
+    Position 0 is the prefill's token and has no block. ``stopped``: the text ends by itself, and not because its budget
+    was spent.
     """
 
-    accept: np.ndarray
+    ratio: np.ndarray
+    drafted: np.ndarray
+    stopped: bool = False
 
     @property
     def first(self) -> np.ndarray:
         """Acceptance at block position 1, wherever something was drafted."""
-        column = self.accept[1:, 0]
-        return np.asarray(column[~np.isnan(column)])
+        return np.asarray(np.minimum(self.ratio[1:, 0], 1)[self.judged[1:] > 0])
 
-    def passes(self, gamma: int) -> float:
-        """Expected target passes for the text at block length ``gamma``, the prefill not counted."""
-        length = len(self.accept)
-        need = np.zeros(length + 1)
-        for t in range(length - 1, 0, -1):
-            room = min(gamma, length - t - 1)
-            reach, passes = 1.0, 1.0
-            for i in range(room + 1):
-                chance = self.accept[t, i] if i < room and not np.isnan(self.accept[t, i]) else 0.0
-                passes += reach * (1 - chance) * need[min(t + i + 1, length)]
-                reach *= chance
-            need[t] = passes
-        return float(need[1]) if length > 1 else 0.0
+    @property
+    def judged(self) -> np.ndarray:
+        """How much of each block lies within the text."""
+        length = len(self.ratio)
+        return np.asarray(np.minimum(self.drafted, length - np.arange(length)))
 
+    def at(self, gamma: int) -> Replay:
+        """The same at a shorter block length, for drafters whose tokens do not depend on it."""
+        return Replay(self.ratio[:, :gamma], np.minimum(self.drafted, gamma), self.stopped)
 
-def replay(pair: Pair, output: Output, drafter: str, gamma: int, policy: SamplingPolicy) -> Replay:
-    """Meet ``output`` (of ordinary decoding) with a drafter, at block lengths up to ``gamma``."""
-    if drafter == "prompt_lookup":
-        return Replay(_lookup(output, gamma))
-    model = pair.target if drafter == "self" else pair.draft
-    if model is None:
-        raise SpecDecError(
-            f"Pair '{pair.name}' names no draft model: set 'draft' in its YAML, or drafter=prompt_lookup."
+    def chances(self, rule: str) -> np.ndarray:
+        """``[T, γ + 2]``: probability that at least 0, 1, ... γ tokens of a block are accepted, and 0 for γ + 1."""
+        within = np.arange(self.ratio.shape[1]) < self.judged[:, None]
+        if rule == "token":
+            joint = np.cumprod(np.where(within, np.minimum(self.ratio, 1), 0), axis=1)
+        else:
+            with np.errstate(over="ignore"):
+                joint = np.minimum.accumulate(
+                    np.minimum(np.cumprod(np.where(within, self.ratio, 0), axis=1), 1), axis=1
+                )
+        ones, zeros = np.ones((len(joint), 1)), np.zeros((len(joint), 1))
+        return np.hstack([ones, joint, zeros])
+
+    def walk(self, rule: str = "token") -> Walk:
+        """All passes of the text, each weighed with the probability that it happens."""
+        length, gamma = self.ratio.shape
+        atleast, judged = self.chances(choice("rule", rule, RULES)), self.judged
+        exactly = atleast[:, :-1] - atleast[:, 1:]
+        visits = np.zeros(length + gamma + 1)
+        visits[1:2] = 1.0
+        for t in range(1, length):
+            visits[t + 1 : t + gamma + 2] += visits[t] * exactly[t]
+        weight = visits[1:length]
+        if length < 2:
+            return Walk(0, 0, 0, 0, 0, 0, np.zeros(gamma), np.zeros(gamma))
+        atleast, judged = atleast[1:], judged[1:]
+        within = np.arange(gamma) < judged[:, None]
+        reached, kept = weight @ (atleast[:, :gamma] * within), weight @ atleast[:, 1 : gamma + 1]
+        return Walk(
+            passes=float(weight.sum()),
+            drafting=float(weight @ (judged > 0)),
+            tokens=float(length - 1),
+            drafted=float(weight @ self.drafted[1:]),
+            accepted=float(kept.sum()),
+            rejected=float((reached - kept).sum()),
+            reached=reached,
+            kept=kept,
         )
-    p = _laws(pair.target, output, policy, pair.vocab)
-    q = p if drafter == "self" else _laws(model, output, policy, pair.vocab)
-    drawn = torch.tensor(output.tokens, device=p.device).unsqueeze(1)
-    chance = (q.gather(1, drawn) / p.gather(1, drawn)).nan_to_num(0.0).clamp(max=1.0).squeeze(1).cpu().double().numpy()
-    table = np.full((len(chance), gamma), np.nan)
-    for i in range(gamma):
-        table[: len(chance) - i, i] = chance[i:]
-    return Replay(table)
+
+    def passes(self, rule: str = "token") -> float:
+        """Expected target passes, the prefill not counted."""
+        return self.walk(rule).passes
 
 
-def predict(replays: Sequence[Replay], gamma: int) -> dict[str, float]:
-    """Tokens per target pass predicted from replays, in two ways.
+@dataclass
+class Meeting:
+    """A text of ordinary decoding, ready to meet drafters.
+
+    Args:
+        output: what `generate` gave with ``speculate=False`` under ``policy``.
+        budget: its ``max_new_tokens``; by default the text is taken to have spent it, if no stop ended it.
+    """
+
+    pair: Pair
+    output: Output
+    policy: SamplingPolicy
+    budget: int | None = None
+    known: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def replay(self, drafter: str, gamma: int) -> Replay:
+        """How ``drafter`` fares at block length ``gamma``. Raises SpecDecError for one that cannot be replayed."""
+        choice("drafter", drafter, REPLAYED, " for a replay")
+        length = len(self.output.tokens)
+        room = np.minimum(gamma, (self.budget or length) - 1 - np.arange(length)).clip(min=0)
+        if drafter == "composite":
+            ratio, drafted = self._chosen(PromptLookupDrafter(ngram_min=2), room, gamma)
+            other, rest = self._model("model", room, gamma)
+            found = drafted > 0
+            ratio, drafted = np.where(found[:, None], ratio, other), np.where(found, drafted, rest)
+        elif drafter in ("model", "self"):
+            ratio, drafted = self._model(drafter, room, gamma)
+        else:
+            made: Drafter = PromptLookupDrafter() if drafter == "prompt_lookup" else SuffixDrafter()
+            ratio, drafted = self._chosen(made, room, gamma)
+        return Replay(ratio, drafted, self.output.stop in ("eos", "stop_string"))
+
+    def _chosen(self, drafter: Drafter, room: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
+        """A drafter that chooses its tokens is asked at every position."""
+        at, text = len(self.output.prompt_tokens), [*self.output.prompt_tokens, *self.output.tokens]
+        ratio, drafted = np.zeros((len(room), gamma)), np.zeros(len(room), dtype=int)
+        drafter.start()
+        drafter.join([text[: at + 1]])
+        for t in range(1, len(room)):
+            block = drafter.propose([text[: at + t]], [int(room[t])], torch.empty(0)).tokens[0].tolist()
+            drafted[t] = len(block)
+            told = text[at + t : at + t + len(block)]
+            ratio[t, : len(told)] = [float(a == b) for a, b in zip(block, told, strict=False)]
+        return ratio, drafted
+
+    def _model(self, drafter: str, room: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
+        if drafter not in self.known:
+            self.known[drafter] = self._ratios(drafter)
+        ratio = np.zeros((len(room), gamma))
+        for i in range(min(gamma, len(room))):
+            ratio[: len(room) - i, i] = self.known[drafter][i:]
+        return ratio, room
+
+    def _ratios(self, drafter: str) -> np.ndarray:
+        """q/p of every token of the text, from one pass of each model over the whole of it."""
+        if drafter == "self":
+            return np.ones(len(self.output.tokens))
+        if self.pair.draft is None or self.pair.draft_tokenizer is not None:
+            raise SpecDecError(
+                f"Pair '{self.pair.name}' has no draft model in the target's own tokens, so it cannot be replayed: set "
+                "'draft' in its YAML, or take drafter=prompt_lookup."
+            )
+        drawn = torch.tensor(self.output.tokens, device=self.pair.target.device).unsqueeze(1)
+        q = self._law(self.pair.draft).gather(1, drawn)
+        if self.policy.greedy:  # the text says what the target chose
+            return np.asarray(q.squeeze(1).cpu().double().numpy())
+        p = self._law(self.pair.target).gather(1, drawn)
+        return np.asarray((q.double() / p.double()).nan_to_num(0.0, posinf=1.0).squeeze(1).cpu().numpy())
+
+    @torch.inference_mode()
+    def _law(self, model: torch.nn.Module) -> torch.Tensor:
+        """``[T, vocab]``: the model's law before each token of the text."""
+        before = len(self.output.prompt_tokens) - 1
+        ids = torch.tensor([[*self.output.prompt_tokens, *self.output.tokens]], device=self.pair.target.device)
+        logits = model(input_ids=ids[:, :-1], use_cache=False, logits_to_keep=len(self.output.tokens)).logits[0]
+        assert len(logits) == len(self.output.tokens) <= ids.shape[1] - 1 - before
+        return distribution(fit_vocabulary(logits, self.pair.vocab), self.policy)
+
+
+def predict(replays: Sequence[Replay]) -> dict[str, float]:
+    """Tokens per target pass predicted from replays at one block length, in two ways.
 
     ``constant_alpha`` puts one α (the mean at block position 1, where something was drafted) into the closed form,
     and counts a pass without a draft as one token. ``along_the_text`` walks the texts, so α may differ by place.
     """
     first = np.concatenate([r.first for r in replays])
     alpha = float(first.mean()) if len(first) else 0.0
-    places = sum(len(r.accept) - 1 for r in replays)
+    places = sum(len(r.ratio) - 1 for r in replays)
     share = len(first) / places if places else 0.0
-    closed = expected_tokens(alpha, gamma)
-    passes = sum(r.passes(gamma) for r in replays)
+    closed = expected_tokens(alpha, replays[0].ratio.shape[1])
+    passes = sum(r.passes() for r in replays)
     # Passes with a draft cover more text each, so their share of passes is not their share of places.
     by_pass = share / closed / (share / closed + 1 - share) if share else 0.0
     return {
@@ -90,22 +219,3 @@ def predict(replays: Sequence[Replay], gamma: int) -> dict[str, float]:
         "constant_alpha": by_pass * closed + 1 - by_pass,
         "along_the_text": places / passes if passes else 1.0,
     }
-
-
-def _lookup(output: Output, gamma: int) -> np.ndarray:
-    drafter, text = PromptLookupDrafter(), output.prompt_tokens + output.tokens
-    table = np.full((len(output.tokens), gamma), np.nan)
-    for t in range(1, len(output.tokens)):
-        at = len(output.prompt_tokens) + t
-        proposal = drafter.propose([text[:at]], [gamma], torch.empty(0))
-        for i, token in enumerate(proposal.tokens[0].tolist()[: len(text) - at]):
-            table[t, i] = float(token == text[at + i])
-    return table
-
-
-@torch.inference_mode()
-def _laws(model: torch.nn.Module, output: Output, policy: SamplingPolicy, vocab: int) -> torch.Tensor:
-    """``[T, vocab]``: the model's law before each output token, from one pass over the whole text."""
-    ids = torch.tensor([output.prompt_tokens + output.tokens], device=next(model.parameters()).device)
-    logits = model(input_ids=ids, use_cache=False).logits[0, len(output.prompt_tokens) - 1 : -1]
-    return distribution(fit_vocabulary(logits, vocab), policy)

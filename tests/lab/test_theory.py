@@ -1,15 +1,11 @@
-"""Closed forms against published figures, and replay against the loop."""
+"""Closed forms against published figures, and what notebook 01 shows of them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kit import decode, noisy_copy, pair_of, tiny_llama
 
-from specdec_core import SamplingPolicy, generate
-from specdec_core.drafters import PromptLookupDrafter
 from specdec_core.lab import proof
-from specdec_core.lab.replay import Replay, predict, replay
 from specdec_core.lab.theory import (
     acceptance_rate,
     accepted_over_drafted,
@@ -23,8 +19,6 @@ from specdec_core.lab.theory import (
     total_variation,
     walltime_factor,
 )
-from specdec_core.loop import Settings
-from specdec_core.record import target_passes
 from specdec_core.verify import TOKEN
 
 PROMPT = [3, 3, 4, 5, 6, 7, 8, 9, 10]
@@ -79,51 +73,6 @@ def test_a9_mean_accepted_of_the_token_rule():
     p, q = constant_law([0.5, 0.3, 0.2]), constant_law([0.2, 0.3, 0.5])
     assert mean_accepted(step_law(p, q, TOKEN, 3)) == pytest.approx(1.533, abs=5e-4)
     assert mean_accepted(step_law(p, q, TOKEN, 5)) == pytest.approx(1.941, abs=5e-4)
-
-
-@pytest.mark.parametrize("gamma", [1, 2, 4, 7])
-def test_replay_of_lookup_equals_the_loop_pass_for_pass_when_greedy(gamma):
-    pair = pair_of(tiny_llama(11))  # repeats itself, so lookup is accepted
-    text = generate(pair, PROMPT, max_new_tokens=60, speculate=False)
-    (request,) = decode(pair.target, [PROMPT], PromptLookupDrafter(), 60, Settings(gamma=gamma))
-    told = replay(pair, text, "prompt_lookup", gamma, SamplingPolicy())
-    assert target_passes(request.records) < 59
-    assert told.passes(gamma) == target_passes(request.records)
-
-
-@pytest.mark.parametrize("gamma", [1, 3])
-def test_replay_of_a_draft_model_equals_the_loop_pass_for_pass_when_greedy(gamma):
-    target = tiny_llama(3)
-    pair = pair_of(target, noisy_copy(target))
-    text = generate(pair, PROMPT, max_new_tokens=60, speculate=False)
-    out = generate(pair, PROMPT, max_new_tokens=60, drafter="model", gamma=gamma)
-    assert out.tokens == text.tokens
-    told = replay(pair, text, "model", gamma, SamplingPolicy())
-    assert 59 / (gamma + 1) < told.passes(gamma) == target_passes(out.records) < 59
-
-
-def test_replay_under_sampling_predicts_the_loops_mean():
-    target, draft = tiny_llama(0, scale=0.1), tiny_llama(5, scale=0.1)
-    pair, policy = pair_of(target, draft), SamplingPolicy(1.0)
-    options = {"max_new_tokens": 40, "temperature": 1.0}
-    texts = [generate(pair, PROMPT, speculate=False, seed=s, **options) for s in range(60)]
-    outs = [generate(pair, PROMPT, drafter="model", gamma=3, seed=1000 + s, **options) for s in range(60)]
-    told = predict([replay(pair, t, "model", 3, policy) for t in texts], 3)
-    passes = sum(target_passes(o.records) for o in outs)
-    seen = 60 * 39 / passes
-    assert told["along_the_text"] == pytest.approx(seen, rel=0.06)  # about three standard errors of 60 short texts
-    alphas = sum(r.accepted for o in outs for r in o.records) / sum(
-        r.accepted + r.rejected for o in outs for r in o.records
-    )
-    assert told["alpha"] == pytest.approx(alphas, abs=0.04)
-
-
-def test_predictions_of_texts_without_any_match_are_ordinary_decoding():
-    import numpy as np
-
-    empty = Replay(np.full((20, 4), np.nan))
-    assert predict([empty], 4)["along_the_text"] == 1
-    assert predict([empty], 4)["constant_alpha"] == 1
 
 
 def test_every_planted_loop_is_caught_and_the_right_one_is_not():
