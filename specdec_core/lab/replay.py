@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from ..api import Output, Pair
+from ..control import Costs
 from ..drafters import Drafter, PromptLookupDrafter, SuffixDrafter
 from ..errors import SpecDecError, choice
 from ..sampling import SamplingPolicy, distribution, fit_vocabulary
@@ -35,7 +36,8 @@ class Walk:
     """Expected sums over the passes of a text, the prefill not counted; those of several texts may be added.
 
     ``drafting``: passes that put something before the target; ``reached[i]`` and ``kept[i]``: blocks whose position
-    i + 1 was judged (all before it were kept), and was kept too.
+    i + 1 was judged (all before it were kept), and was kept too. ``sizes[k, n]``: passes with n drafted tokens,
+    for nothing (k = 0: looked up, or none) or by a model (k = 1).
     """
 
     passes: float
@@ -46,6 +48,13 @@ class Walk:
     rejected: float
     reached: np.ndarray
     kept: np.ndarray
+    sizes: np.ndarray
+
+    def seconds(self, costs: Costs) -> float:
+        """What the passes take, by measured costs of a pass with its draft; lookups are taken to cost nothing."""
+        target = [costs.get("target", 1, n + 1) for n in range(self.sizes.shape[1])]
+        draft = [0.0, *(costs.get("draft", 1, n) for n in range(1, self.sizes.shape[1]))]
+        return float(self.sizes.sum(0) @ np.array(target, float) + self.sizes[1] @ np.array(draft, float))
 
 
 @dataclass(frozen=True)
@@ -54,12 +63,13 @@ class Replay:
 
     ``ratio[t, i]``: q/p of the text's token t + i, for the (i+1)-th of ``drafted[t]`` tokens drafted before position t.
     Position 0 is the prefill's token and has no block. ``stopped``: the text ends by itself, and not because its budget
-    was spent.
+    was spent. ``by_model [T]``: where the draft comes from a model; by default nowhere.
     """
 
     ratio: np.ndarray
     drafted: np.ndarray
     stopped: bool = False
+    by_model: np.ndarray | None = None
 
     @property
     def first(self) -> np.ndarray:
@@ -74,7 +84,7 @@ class Replay:
 
     def at(self, gamma: int) -> Replay:
         """The same at a shorter block length, for drafters whose tokens do not depend on it."""
-        return Replay(self.ratio[:, :gamma], np.minimum(self.drafted, gamma), self.stopped)
+        return Replay(self.ratio[:, :gamma], np.minimum(self.drafted, gamma), self.stopped, self.by_model)
 
     def chances(self, rule: str) -> np.ndarray:
         """``[T, γ + 2]``: probability that at least 0, 1, ... γ tokens of a block are accepted, and 0 for γ + 1."""
@@ -98,9 +108,9 @@ class Replay:
         visits[1:2] = 1.0
         for t in range(1, length):
             visits[t + 1 : t + gamma + 2] += visits[t] * exactly[t]
-        weight = visits[1:length]
-        if length < 2:
-            return Walk(0, 0, 0, 0, 0, 0, np.zeros(gamma), np.zeros(gamma))
+        weight, sizes = visits[1:length], np.zeros((2, gamma + 1))
+        by_model = np.zeros(length, bool) if self.by_model is None else self.by_model
+        np.add.at(sizes, (by_model[1:].astype(int), self.drafted[1:]), weight)
         atleast, judged = atleast[1:], judged[1:]
         within = np.arange(gamma) < judged[:, None]
         reached, kept = weight @ (atleast[:, :gamma] * within), weight @ atleast[:, 1 : gamma + 1]
@@ -113,6 +123,7 @@ class Replay:
             rejected=float((reached - kept).sum()),
             reached=reached,
             kept=kept,
+            sizes=sizes,
         )
 
     def passes(self, rule: str = "token") -> float:
@@ -145,12 +156,15 @@ class Meeting:
             other, rest = self._model("model", room, gamma)
             found = drafted > 0
             ratio, drafted = np.where(found[:, None], ratio, other), np.where(found, drafted, rest)
+            by_model = ~found
         elif drafter in ("model", "self"):
             ratio, drafted = self._model(drafter, room, gamma)
+            by_model = np.ones(length, bool)
         else:
             made: Drafter = PromptLookupDrafter() if drafter == "prompt_lookup" else SuffixDrafter()
             ratio, drafted = self._chosen(made, room, gamma)
-        return Replay(ratio, drafted, self.output.stop in ("eos", "stop_string"))
+            by_model = np.zeros(length, bool)
+        return Replay(ratio, drafted, self.output.stop in ("eos", "stop_string"), by_model)
 
     def _chosen(self, drafter: Drafter, room: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
         """A drafter that chooses its tokens is asked at every position."""

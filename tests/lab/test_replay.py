@@ -7,6 +7,7 @@ import pytest
 from kit import noisy_copy, pair_of, tiny_llama
 
 from specdec_core import SamplingPolicy, SpecDecError, generate
+from specdec_core.control import Costs
 from specdec_core.lab.replay import Meeting, Replay, predict
 from specdec_core.record import target_passes
 
@@ -133,3 +134,18 @@ def test_what_cannot_be_replayed_is_refused_in_one_line():
         Meeting(pair, text, GREEDY).replay("early_exit", 2)
     with pytest.raises(SpecDecError, match="rule='typical'"):
         Meeting(pair, text, GREEDY).replay("suffix", 2).walk("typical")
+
+
+def test_what_passes_take_is_counted_by_their_sizes_and_lookups_are_free():
+    pair = greedy_pair()
+    text = generate(pair, PROMPT, speculate=False, max_new_tokens=60, eos=[])
+    costs = Costs({("target", 1, n): 1.0 + n for n in range(1, 6)} | {("draft", 1, n): 10.0 * n for n in range(1, 5)})
+    for drafter, paid in (("prompt_lookup", False), ("model", True), ("composite", None)):
+        told = Meeting(pair, text, GREEDY).replay(drafter, 4).walk()
+        assert told.sizes.sum() == told.passes
+        assert told.sizes.sum(0) @ np.arange(5) == told.drafted
+        assert paid is None or told.sizes[0 if paid else 1, 1:].sum() == 0
+        by_hand = sum(told.sizes[k, n] * (2 + n + 10 * n * k) for k in (0, 1) for n in range(5))
+        assert told.seconds(costs) == pytest.approx(by_hand)
+    assert told.sizes[0, 1:].sum() > 0
+    assert told.sizes[1, 1:].sum() > 0
