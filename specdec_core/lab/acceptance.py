@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,8 +20,9 @@ from scipy import stats as tests
 
 from ..api import Output, Pair, generate, generate_batch
 from ..control import Costs
-from ..record import acceptance_length_pooled, alpha_hat, target_passes, tokens_emitted
+from ..record import target_passes, tokens_emitted
 from ..sampling import SamplingPolicy
+from .measure import interleaved, speed_ratio
 from .replay import REPLAYED, Meeting, Walk
 from .stats import Interval, bootstrap
 
@@ -232,31 +234,119 @@ def constant_alpha(rows: pd.DataFrame) -> ConstantAlpha:
     return ConstantAlpha(float(p_value), apart)
 
 
+# --- prompts and subgroups --------------------------------------------------------------------------------
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(key): value for key, value in row.items()} for row in frame.to_dict("records")]
+
+
+def only(rows: pd.DataFrame, cell: Mapping[str, Any] | pd.Series) -> pd.DataFrame:
+    """The rows of one cell, or of all cells that agree with ``cell`` in the keys it has."""
+    keys = [key for key in KEYS if key in cell]
+    return rows[np.logical_and.reduce([rows[key] == cell[key] for key in keys])]
+
+
+def by_prompt(rows: pd.DataFrame, costs: Costs, asked: pd.DataFrame) -> pd.DataFrame:
+    """Of one cell, each prompt with its predicted speed, α̂ and tokens a pass, the slowest first, and how it begins."""
+    table = rows[ABOUT].assign(
+        speed=rows["tokens"] * _cost(costs, "target", 1) / seconds(rows, costs),
+        alpha=rows["accepted"] / (rows["accepted"] + rows["rejected"]),
+        tokens_a_pass=rows["tokens"] / rows["passes"],
+    )
+    begins = {row["id"]: " ".join(row["turns"][0].split())[:90] for row in asked.to_dict("records")}
+    return table.assign(begins=table["prompt"].map(begins)).sort_values("speed").reset_index(drop=True)
+
+
+def subgroups(rows: pd.DataFrame, costs: Costs, of: Sequence[str] = ABOUT[1:], least: int = 2) -> pd.DataFrame:
+    """Predicted speed of one cell in every subgroup of at least ``least`` prompts. ``sure``: on which side of 1 it lies
+    holds at 95 % for all subgroups together (each interval at 1 - 0.05 / their number, Bonferroni)."""
+    parts = [
+        (name, group, some) for name in of for group, some in rows.groupby(name) if some["prompt"].nunique() >= least
+    ]
+    found = []
+    for name, group, some in parts:
+        sums = pd.DataFrame({"ordinary": some["tokens"] * _cost(costs, "target", 1), "cost": seconds(some, costs)})
+        table = sums.groupby(some["prompt"]).sum().to_numpy()
+        plain, strict = (
+            bootstrap(table, lambda s: float(s[0] / s[1]), level=level) for level in (0.95, 1 - 0.05 / len(parts))
+        )
+        known = {"of": name, "group": group, "prompts": len(table), "sure": strict.low > 1 or strict.high < 1}
+        found.append(known | _shown("speed", plain))
+    return pd.DataFrame(found)
+
+
 # --- the loop beside it -----------------------------------------------------------------------------------
 
 
-def looped(
-    pair: Pair, texts: Texts, cell: pd.Series, seed: int = 0, progress: Callable[[str], None] = lambda said: None
+def drawn(cells: pd.DataFrame, count: int, seed: int = 0) -> pd.DataFrame:
+    """Cells to be run as well: those predicted fastest and slowest, and others that chance takes."""
+    ends = cells.loc[list(dict.fromkeys([cells["speed"].idxmax(), cells["speed"].idxmin()]))]
+    rest = cells.drop(index=ends.index)
+    return pd.concat([ends, rest.sample(min(max(count - 2, 0), len(rest)), random_state=seed)])[:count]
+
+
+def name_of(cell: Mapping[str, Any] | pd.Series) -> str:
+    cut = f", top-p {cell['top_p']:g}" if cell["top_p"] < 1 else ""
+    return f"{cell['drafter']} γ{int(cell['gamma'])}, T {cell['temperature']:g}{cut}, {cell['rule']}"
+
+
+def run_cells(
+    pair: Pair,
+    texts: Texts,
+    chosen: pd.DataFrame,
+    prompts: int,
+    seed: int = 0,
+    progress: Callable[[str], None] | None = None,
+) -> tuple[pd.DataFrame, dict[str, list[Output]]]:
+    """These cells in the loop itself and ordinary decoding under each of their policies, interleaved, on the first
+    ``prompts`` prompts. Sampled texts have other coins than those that were written."""
+    arms: dict[str, Callable[[Any], Output]] = {}
+    for cell in _records(chosen):
+        policy = {"temperature": float(cell["temperature"]), "top_p": float(cell["top_p"])}
+        how: dict[str, Any] = policy | {"max_new_tokens": texts.budget, "seed": seed + 100_000, "diagnostics": False}
+        own = how | {"drafter": cell["drafter"], "gamma": int(cell["gamma"]), "control": "fixed", "candidates": 1}
+        own |= {"model_gamma": None, "confidence": 0.0} | ({} if cell["rule"] == "greedy" else {"rule": cell["rule"]})
+        arms[_ordinary(cell)] = partial(generate, pair, speculate=False, **how)
+        arms[name_of(cell)] = partial(generate, pair, **own)
+    for arm in arms.values():
+        arm([1, 2, 3])  # the first passes are slow, whoever makes them
+    return interleaved(arms, [turns[0] for turns in texts.asked["turns"][:prompts]], progress)
+
+
+def _ordinary(cell: Mapping[str, Any] | pd.Series) -> str:
+    return f"ordinary, T {cell['temperature']:g}" + (f", top-p {cell['top_p']:g}" if cell["top_p"] < 1 else "")
+
+
+def compare(
+    rows: pd.DataFrame,
+    costs: Costs,
+    texts: Texts,
+    chosen: pd.DataFrame,
+    times: pd.DataFrame,
+    outputs: Mapping[str, list[Output]],
 ) -> pd.DataFrame:
-    """One cell run through the loop itself, a row for each prompt: what `meet` says of it, as it was. Greedy texts are
-    those of ordinary decoding; sampled ones have coins of their own."""
-    policy = SamplingPolicy(float(cell["temperature"]), top_p=float(cell["top_p"]))
-    how: dict[str, Any] = {"drafter": cell["drafter"], "gamma": int(cell["gamma"]), "max_new_tokens": texts.budget}
-    how |= {"temperature": policy.temperature, "top_p": policy.top_p, "diagnostics": False, "candidates": 1}
-    rows = []
-    for i, (turns, name) in enumerate(zip(texts.asked["turns"], texts.asked["id"], strict=True)):
-        progress(f"the loop: {cell['drafter']}, γ = {cell['gamma']}, prompt {i + 1} of {len(texts.asked)}")
-        rule = {} if policy.greedy else {"rule": cell["rule"]}
-        output = generate(pair, turns[0], seed=seed + 100_000 + i, **how, **rule)
-        rows.append({"prompt": name, "same_text": output.tokens == texts.outputs[policy][i].tokens} | _seen(output))
-    return pd.DataFrame(rows)
+    """For each cell that was run: whether replay and loop agree, and predicted beside measured speed on its prompts."""
+    found = []
+    for cell in _records(chosen):
+        arm, ordinary = name_of(cell), _ordinary(cell)
+        policy = SamplingPolicy(float(cell["temperature"]), top_p=float(cell["top_p"]))
+        same = [a.tokens == b.tokens for a, b in zip(outputs[arm], texts.outputs[policy], strict=False)]
+        seen = pd.DataFrame([_seen(output) for output in outputs[arm]])
+        seen = seen.assign(prompt=list(texts.asked["id"][: len(seen)]), same_text=same)
+        told = only(rows, cell)
+        told = told[told["prompt"].isin(seen["prompt"])]
+        measured = speed_ratio(times, arm, ordinary, "decode_seconds")
+        predicted = float((told["tokens"].sum() * _cost(costs, "target", 1)) / seconds(told, costs).sum())
+        row = {key: cell[key] for key in KEYS} | {"cell": arm, "predicted": predicted} | _shown("measured", measured)
+        found.append(row | agreement(told, seen, greedy=policy.greedy))
+    return pd.DataFrame(found)
 
 
 def _seen(output: Output) -> dict[str, Any]:
     records = output.records
     sums = {name: float(sum(getattr(r, name) for r in records)) for name in ("drafted", "accepted", "rejected")}
-    known = {"passes": float(target_passes(records)), "tokens": float(tokens_emitted(records) - 1)}
-    return known | sums | {"alpha": alpha_hat(records), "length": acceptance_length_pooled(records)}
+    return {"passes": float(target_passes(records)), "tokens": float(tokens_emitted(records) - 1)} | sums
 
 
 def agreement(told: pd.DataFrame, seen: pd.DataFrame, greedy: bool) -> dict[str, Any]:

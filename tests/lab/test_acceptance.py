@@ -10,6 +10,7 @@ from kit import noisy_copy, pair_of, tiny_llama
 from specdec_core.control import Costs
 from specdec_core.lab import acceptance
 from specdec_core.lab.acceptance import Grid
+from specdec_core.record import acceptance_length_pooled, alpha_hat, block_efficiency
 
 TARGET = {("target", 1, n): 1.0 + 0.05 * n for n in range(1, 10)}
 COSTS = Costs(TARGET | {("draft", 1, n): 0.1 * n for n in range(1, 9)})
@@ -49,37 +50,78 @@ def test_every_pass_gives_what_it_accepted_and_one_token_more(swept):
     assert np.allclose(rows["tokens"], rows["passes"] + rows["accepted"])
 
 
-def test_cells_hold_the_loops_own_numbers_when_greedy(pair, swept):
+def chosen_of(rows, *cells):
+    names = ["temperature", "top_p", "drafter", "rule", "gamma"]
+    wanted = pd.DataFrame([dict(zip(names, cell, strict=True)) for cell in cells])
+    return acceptance.cells(rows, COSTS).merge(wanted, on=names)
+
+
+@pytest.fixture(scope="module")
+def checked(pair, swept):
+    """Four cells in the loop itself."""
     _, texts, rows = swept
-    for drafter, gamma in (("model", 4), ("composite", 2), ("prompt_lookup", 4)):
-        one = rows[(rows["temperature"] == 0) & (rows["drafter"] == drafter) & (rows["gamma"] == gamma)]
-        cell = acceptance.cells(one, COSTS).iloc[0]
-        seen = acceptance.looped(pair, texts, cell)
-        found = acceptance.agreement(one, seen, greedy=True)
-        assert found == {"prompts": 6, "equal": 6, "holds": True}
-        assert cell["block_efficiency"] == pytest.approx(seen["tokens"].sum() / seen["passes"].sum())
-        judged = seen["accepted"].sum() + seen["rejected"].sum()
-        assert cell["alpha"] == pytest.approx(seen["accepted"].sum() / judged)
+    cells = [(0.0, 1.0, "model", "greedy", 4), (0.0, 1.0, "composite", "greedy", 2)]
+    cells += [(0.0, 1.0, "prompt_lookup", "greedy", 4), (0.8, 1.0, "model", "block", 4)]
+    chosen = chosen_of(rows, *cells)
+    times, outputs = acceptance.run_cells(pair, texts, chosen, prompts=6)
+    return chosen, times, outputs
 
 
-def test_a_replay_that_is_wrong_does_not_agree_with_the_loop(pair, swept):
+def test_cells_hold_the_loops_own_numbers(swept, checked):
     _, texts, rows = swept
-    one = rows[(rows["temperature"] == 0) & (rows["drafter"] == "model") & (rows["gamma"] == 4)]
-    seen = acceptance.looped(pair, texts, one.iloc[0])
-    shorter = rows[(rows["temperature"] == 0) & (rows["drafter"] == "model") & (rows["gamma"] == 2)]
-    assert not acceptance.agreement(shorter, seen, greedy=True)["holds"]
-    many = pd.concat([seen.assign(prompt=seen["prompt"] + f"-{i}") for i in range(3)])
-    told = pd.concat([shorter.assign(prompt=shorter["prompt"] + f"-{i}") for i in range(3)])
-    assert not acceptance.agreement(told, many, greedy=False)["holds"]
+    chosen, times, outputs = checked
+    assert {f"ordinary, T {t}" for t in ("0", "0.8")} < set(times["arm"])
+    found = acceptance.compare(rows, COSTS, texts, chosen, times, outputs)
+    assert found["holds"].all(), found.to_string()
+    greedy, sampled = found[found["temperature"] == 0], found[found["temperature"] > 0].iloc[0]
+    assert (greedy["equal"] == 6).all()
+    assert sampled["apart_low"] < sampled["apart"] < sampled["apart_high"]
+    for cell in chosen[chosen["temperature"] == 0].to_dict("records"):
+        records = [r for o in outputs[acceptance.name_of(cell)] for r in o.records]
+        assert cell["alpha"] == pytest.approx(alpha_hat(records))
+        assert cell["block_efficiency"] == pytest.approx(block_efficiency(records))
+        assert cell["length"] == pytest.approx(acceptance_length_pooled(records))
 
 
-def test_sampled_cells_agree_with_the_loop_within_their_interval(pair, swept):
+def test_a_replay_that_is_wrong_does_not_agree_with_the_loop(swept, checked):
     _, texts, rows = swept
-    one = rows[(rows["temperature"] > 0) & (rows["drafter"] == "model") & (rows["gamma"] == 4)]
-    one = one[one["rule"] == "block"]
-    found = acceptance.agreement(one, acceptance.looped(pair, texts, one.iloc[0]), greedy=False)
-    assert found["holds"]
-    assert found["apart_low"] < found["apart"] < found["apart_high"]
+    chosen, times, outputs = checked
+    swapped = rows.assign(gamma=rows["gamma"].map({1: 2, 2: 4, 4: 1}))
+    found = acceptance.compare(swapped, COSTS, texts, chosen, times, outputs)
+    models = found[found["drafter"] != "prompt_lookup"]  # of which nothing is accepted here, at any γ
+    assert not models["holds"].any(), found.to_string()
+
+
+def test_cells_to_run_hold_the_best_the_worst_and_some_of_chance(swept):
+    _, _, rows = swept
+    cells = acceptance.cells(rows, COSTS)
+    picked = acceptance.drawn(cells, 5)
+    assert len(picked) == 5
+    assert not picked.index.duplicated().any()
+    assert {cells["speed"].idxmax(), cells["speed"].idxmin()} <= set(picked.index)
+    assert list(acceptance.drawn(cells, 5).index) == list(picked.index)
+    assert len(acceptance.drawn(cells[:1], 5)) == 1
+
+
+def test_prompts_come_slowest_first_with_their_first_words(swept):
+    _, texts, rows = swept
+    one = acceptance.only(rows, {"temperature": 0.0, "drafter": "model", "gamma": 4})
+    asked = texts.asked.assign(turns=[["first words\n" + "x" * 200]] * 6)
+    table = acceptance.by_prompt(one, COSTS, asked)
+    assert len(table) == 6
+    assert table["speed"].is_monotonic_increasing
+    assert table["begins"].iloc[0].startswith("first words xxx")
+    assert len(table["begins"].iloc[0]) == 90
+
+
+def test_a_subgroup_is_sure_at_a_level_that_all_of_them_share(swept):
+    _, _, rows = swept
+    one = acceptance.only(rows, {"temperature": 0.0, "drafter": "model", "gamma": 4})
+    table = acceptance.subgroups(one, COSTS)
+    assert list(table["of"]) == ["category", "category", "kind", "language"]
+    assert list(table["prompts"]) == [3, 3, 6, 6]
+    cheap = Costs({("target", 1, n): 1.0 for n in range(1, 10)})
+    assert acceptance.subgroups(one, cheap)["sure"].all(), "drafting costs nothing, so every prompt gains"
 
 
 def test_predicted_speed_is_what_the_passes_cost_by_hand(swept):
