@@ -206,13 +206,17 @@ class ConstantAlpha:
     p_value: float
     later_minus_first: Interval
 
-    def __str__(self) -> str:
+    @property
+    def sentence(self) -> str:
         apart = self.later_minus_first
-        verdict = "is not constant" if apart.low > 0 or apart.high < 0 else "may be constant"
-        return (
-            f"α {verdict} along a block: behind an accepted token it is {apart.value:+.3f} [{apart.low:+.3f}, "
-            f"{apart.high:+.3f}] against the first position (likelihood ratio over tokens: p = {self.p_value:.2g})."
-        )
+        if not (apart.low > 0 or apart.high < 0):
+            return f"α may be constant along a block ({apart.value:+.2f} [{apart.low:+.2f}, {apart.high:+.2f}])"
+        how = "higher" if apart.value > 0 else "lower"
+        where = f"{abs(apart.value):.2f} {how} behind an accepted token than at the first"
+        return f"α is not constant along a block: {where} [{apart.low:+.2f}, {apart.high:+.2f}]"
+
+    def __str__(self) -> str:
+        return f"{self.sentence}; likelihood ratio over tokens: p = {self.p_value:.2g}."
 
 
 def constant_alpha(rows: pd.DataFrame) -> ConstantAlpha:

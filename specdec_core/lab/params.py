@@ -20,6 +20,7 @@ from ..errors import SpecDecError
 from .store import project_root
 
 Drafter = Literal["prompt_lookup", "suffix", "model", "composite", "early_exit", "self"]
+Replayed = Literal["prompt_lookup", "suffix", "model", "composite", "self"]  # those that lab.replay knows
 Gamma = Annotated[int, Field(ge=1, le=64)]
 PROMPT = (
     "Rewrite this note in the past tense: The harbour master keeps a diary of every ship that comes in. "
@@ -68,6 +69,22 @@ class TheoryParams(NotebookParams):
     temperature: float = Field(0.7, ge=0, le=10, allow_inf_nan=False)
 
 
+class AcceptanceParams(NotebookParams):
+    """02_acceptance_sweep: every drafter and rule at every block length, from texts that are written once."""
+
+    gamma: Gamma = 4
+    prompts: int = Field(12, ge=2, le=10_000)
+    max_new_tokens: int = Field(48, ge=2, le=4096)
+    batch: int = Field(8, ge=1, le=1024)
+    gammas: list[Gamma] = Field([1, 2, 3, 4, 6, 8], min_length=1)
+    temperatures: list[Annotated[float, Field(ge=0, le=10, allow_inf_nan=False)]] = Field([0.0, 0.7, 1.0], min_length=1)
+    top_ps: list[Annotated[float, Field(gt=0, le=1)]] = Field([1.0], min_length=1)
+    drafters: list[Replayed] = Field(["prompt_lookup", "suffix", "model", "composite"], min_length=1)
+    rules: list[Literal["token", "block"]] = Field(["token", "block"], min_length=1)
+    checked: int = Field(4, ge=1, le=1000)
+    timed_prompts: int = Field(4, ge=1, le=1000)
+
+
 class DistillationParams(NotebookParams):
     """draft_distillation: a draft made from a target's own layers and its own texts."""
 
@@ -93,6 +110,7 @@ class DistillationParams(NotebookParams):
 NOTEBOOKS: dict[str, type[NotebookParams]] = {
     "00_quickstart": QuickstartParams,
     "01_theory_proof": TheoryParams,
+    "02_acceptance_sweep": AcceptanceParams,
     "draft_distillation": DistillationParams,
 }
 

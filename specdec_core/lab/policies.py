@@ -76,7 +76,7 @@ def known(curves: Sequence[Curve], most: int) -> Costs:
 def load_recorded(path: str | Path, drafter: str) -> list[Recorded]:
     """Requests from JSON lines with ``acc_eagle.acc_len`` or ``acc_ngram.acc_len``: tokens that a pass would emit at
     each position, the target's own included. Raises SpecDecError naming file and line."""
-    from .workloads import json_lines
+    from .loaders import json_lines
 
     file, requests = Path(path).expanduser(), []
     if drafter not in FIELDS:

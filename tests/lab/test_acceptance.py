@@ -166,7 +166,8 @@ def test_a_constant_alpha_is_not_called_changing_and_a_changing_one_is():
     same, changing = acceptance.constant_alpha(made([0.6] * 4)), acceptance.constant_alpha(made([0.5, 0.7, 0.8, 0.8]))
     assert same.p_value > 0.01
     assert same.later_minus_first.low < 0 < same.later_minus_first.high
-    assert "may be constant" in str(same)
+    assert "α may be constant" in same.sentence
     assert changing.p_value < 1e-6
     assert changing.later_minus_first.low > 0.1
-    assert "is not constant" in str(changing)
+    assert "α is not constant" in changing.sentence
+    assert "p = " in str(changing)

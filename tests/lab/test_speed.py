@@ -89,8 +89,8 @@ def test_the_command_chooses_on_one_half_judges_on_the_other_and_can_be_publishe
 
 
 def test_too_few_prompts_of_a_category_leave_a_failed_run_that_says_so(root: Path) -> None:
-    with pytest.raises(SpecDecError, match="has no category with 8 prompts"):
-        speed.command("mine", each=4)
+    with pytest.raises(SpecDecError, match="has no category with 80 prompts"):
+        speed.command("mine", each=40)
     (run,) = runs()
     assert run.info.status == "FAILED"
 
