@@ -22,7 +22,7 @@ from ..api import Output, Pair, generate, generate_batch
 from ..control import Costs
 from ..record import target_passes, tokens_emitted
 from ..sampling import SamplingPolicy
-from .measure import interleaved, speed_ratio
+from .measure import energy_ratio, interleaved, speed_ratio
 from .replay import REPLAYED, Meeting, Walk
 from .stats import Interval, bootstrap
 
@@ -343,6 +343,8 @@ def compare(
         measured = speed_ratio(times, arm, ordinary, "decode_seconds")
         predicted = float((told["tokens"].sum() * _cost(costs, "target", 1)) / seconds(told, costs).sum())
         row = {key: cell[key] for key in KEYS} | {"cell": arm, "predicted": predicted} | _shown("measured", measured)
+        if energy := energy_ratio(times, arm, ordinary):  # joules a token, over ordinary decoding
+            row |= _shown("energy", energy)
         found.append(row | agreement(told, seen, greedy=policy.greedy))
     return pd.DataFrame(found)
 

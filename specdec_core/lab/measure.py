@@ -1,10 +1,14 @@
-"""Time, measured so that it can be judged: arms interleaved in one run, order rotated, ratios by prompt."""
+"""Time and energy, measured so that they can be judged: arms interleaved in one run, order rotated, ratios by
+prompt."""
 
 from __future__ import annotations
 
+import importlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -25,7 +29,8 @@ def interleaved(
     No arm meets a prompt twice, so none is timed warm. Warm-up is the caller's, with a prompt that is not among these.
 
     Returns:
-        A table (prompt, arm, seconds of the whole call, decode seconds after the prefill, tokens) and the outputs.
+        A table (prompt, arm, seconds of the whole call, decode seconds after the prefill, tokens, and joules of the
+        whole machine, NaN where it does not count them) and the outputs.
     """
     names, rows = list(arms), []
     outputs: dict[str, list[Output]] = {name: [] for name in names}
@@ -34,7 +39,7 @@ def interleaved(
             if progress is not None:
                 progress(f"{name}, prompt {i + 1} of {len(prompts)}")
             _settle()
-            begun = time.perf_counter()
+            spent, begun = joules(), time.perf_counter()
             output = arms[name](prompt)
             _settle()
             seconds = time.perf_counter() - begun
@@ -46,6 +51,7 @@ def interleaved(
                     "seconds": seconds,
                     "decode_seconds": sum(seconds_by_stage(output.records).values()),
                     "tokens": tokens_emitted(output.records),
+                    "joules": joules() - spent,
                 }
             )
     return pd.DataFrame(rows), outputs
@@ -68,6 +74,33 @@ def verdict(ratio: Interval) -> str:
     if ratio.low > 1:
         return "Speculation pays"
     return "Speculation does not pay" if ratio.high < 1 else "Undecided whether speculation pays"
+
+
+RAPL = Path("/sys/class/powercap")
+
+
+def joules() -> float:
+    """What the machine has counted so far: packages by Intel's RAPL, GPUs by NVML; NaN where it counts nothing that may
+    be read. A counter that starts again in between gives a negative difference: leave such a row out."""
+    counted = []
+    with suppress(OSError, ValueError):
+        counted += [int((p / "energy_uj").read_text()) / 1e6 for p in sorted(RAPL.glob("intel-rapl:[0-9]"))]
+    if torch.cuda.is_available():
+        with suppress(Exception):  # NVML raises kinds of its own
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+            devices = (nvml.nvmlDeviceGetHandleByIndex(i) for i in range(torch.cuda.device_count()))
+            counted += [nvml.nvmlDeviceGetTotalEnergyConsumption(d) / 1e3 for d in devices]
+    return sum(counted) if counted else math.nan
+
+
+def energy_ratio(times: pd.DataFrame, arm: str, baseline: str) -> Interval | None:
+    """Geometric mean over prompts of the joules a token of ``arm`` over ``baseline``; None where none were read."""
+    some = times[times["arm"].isin([arm, baseline])]
+    if not (some["joules"] > 0).all():
+        return None
+    logs = [[-math.log(r), 1.0] for r in ratios_by_prompt(some, arm, baseline, "joules")]
+    return bootstrap(logs, lambda s: math.exp(s[0] / s[1]))
 
 
 def _settle() -> None:

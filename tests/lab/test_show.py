@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import pytest
 from kit import noisy_copy, pair_of, tiny_llama
@@ -181,3 +182,21 @@ def test_the_command_decodes_as_the_pair_says_where_no_option_does(pair, monkeyp
     assert "γ = 2" in capsys.readouterr().out
     show.show_generate("Why?", pair="tiny", max_new_tokens=8, gamma=3)
     assert "γ = 3" in capsys.readouterr().out
+
+
+def test_energy_is_read_where_the_machine_counts_it_and_else_is_no_number(tmp_path, monkeypatch):
+    from specdec_core.lab import measure
+
+    monkeypatch.setattr(measure, "RAPL", tmp_path)
+    assert np.isnan(measure.joules())
+    for i, microjoules in enumerate((5_000_000, 2_500_000)):
+        (tmp_path / f"intel-rapl:{i}").mkdir()
+        (tmp_path / f"intel-rapl:{i}" / "energy_uj").write_text(f"{microjoules}\n")
+    (tmp_path / "intel-rapl:0:0").mkdir()  # a part of a package, which the package counts too
+    (tmp_path / "intel-rapl:0:0" / "energy_uj").write_text("9\n")
+    assert measure.joules() == 7.5
+    rows = [(0, "a", 10, 30.0), (0, "b", 10, 20.0), (1, "a", 10, 60.0), (1, "b", 20, 40.0)]
+    times = pd.DataFrame(rows, columns=["prompt", "arm", "tokens", "joules"])
+    assert measure.energy_ratio(times, "a", "b").value == pytest.approx((1.5 * 3) ** 0.5)
+    assert measure.energy_ratio(times.assign(joules=np.nan), "a", "b") is None
+    assert measure.energy_ratio(times.assign(joules=[30.0, 20.0, -5.0, 40.0]), "a", "b") is None, "a counter began anew"
