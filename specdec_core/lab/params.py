@@ -85,6 +85,20 @@ class AcceptanceParams(NotebookParams):
     timed_prompts: int = Field(4, ge=1, le=1000)
 
 
+class FailureParams(NotebookParams):
+    """03_failure_modes: one assumption broken at a time, with and without a control."""
+
+    gamma: Gamma = 4
+    prompts: int = Field(2, ge=1, le=1000)
+    max_new_tokens: int = Field(32, ge=8, le=4096)
+    episode_start: int = Field(8, ge=1, le=4096)
+    episode_end: int = Field(20, ge=2, le=4096)
+    least: float = Field(0.95, gt=0, le=1)
+    warn_first_position: float = Field(0.2, ge=0, le=1)
+    warn_entropy_gap: float = Field(2.5, gt=0, allow_inf_nan=False)
+    warn_alpha_bound: float = Field(0.35, ge=0, le=1)
+
+
 class DistillationParams(NotebookParams):
     """draft_distillation: a draft made from a target's own layers and its own texts."""
 
@@ -111,6 +125,7 @@ NOTEBOOKS: dict[str, type[NotebookParams]] = {
     "00_quickstart": QuickstartParams,
     "01_theory_proof": TheoryParams,
     "02_acceptance_sweep": AcceptanceParams,
+    "03_failure_modes": FailureParams,
     "draft_distillation": DistillationParams,
 }
 

@@ -164,6 +164,13 @@ def _numbers(outputs: dict[str, Output]) -> Table:
     return table
 
 
+def count(value: float | None, what: str) -> str:
+    """``3 tokens``, ``1 token``, or ``no token seen`` where there is no number."""
+    if value is None or value != value:
+        return f"no {what} seen"
+    return f"{value:g} {what}" + ("" if value == 1 else "s")
+
+
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:g}" if value == int(value) else f"{value:.3f}"
 

@@ -1,4 +1,6 @@
-"""Figures of sweeps: cells as maps, survival by position, prompts and subgroups. Each title states the finding."""
+"""Figures of sweeps and of stress: cells as maps, survival by position, prompts, subgroups, what a failure costs. Each
+title states the finding.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ import numpy as np
 import pandas as pd
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
+from ..api import Output
 from .plots import LINES, headline
 from .show import COLOURS
 
@@ -145,5 +149,76 @@ def against(table: pd.DataFrame, title: str) -> Figure:
             axes.annotate(note, (row["predicted"], row["measured"]), (5, 4), textcoords="offset points", fontsize=7)
     axes.set(xlabel="predicted speed over ordinary decoding", ylabel="measured, on the same prompts", xlim=(low, high))
     axes.legend(fontsize=8)
+    headline(figure, title)
+    return figure
+
+
+# --- failure modes ----------------------------------------------------------------------------------------
+
+
+def severity(table: pd.DataFrame, title: str, least: float = 0.95) -> Figure:
+    """For each case the mean and the worst request, with speculation alone and with the control; the dashed line is
+    what the control should keep."""
+    rows = table[table["alone"].notna()].to_dict("records")
+    figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.8))
+    for y, row in enumerate(rows):
+        for arm, colour, shift in (("alone", COLOURS["rejected"], -0.13), ("controlled", COLOURS["accepted"], 0.13)):
+            axes.plot([row[f"{arm}_worst"], row[arm]], [y + shift, y + shift], color=colour, linewidth=1.5)
+            axes.plot([row[arm]], [y + shift], "o", color=colour)
+            axes.plot([row[f"{arm}_worst"]], [y + shift], "|", color=colour, markersize=9, markeredgewidth=2)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.axvline(least, color="black", linewidth=1, linestyle="--")
+    axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(xlabel="speed over ordinary decoding (ratio; dot: mean over requests, bar: worst request)")
+    handles = [
+        Patch(color=COLOURS["rejected"], label="speculation alone"),
+        Patch(color=COLOURS["accepted"], label="with the control"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=2, fontsize=8)
+    headline(figure, title)
+    return figure
+
+
+def signs(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
+    """How many tokens pass until each sign warns and until the control acts, by case (medians over requests)."""
+    rows = table.to_dict("records")
+    figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.8))
+    shown = {**{f"until_{name}": name.replace("_", " ") for name in names}, "until_fallback": "the control acts"}
+    for (column, label), colour, mark in zip(shown.items(), LINES, "os^D", strict=False):
+        there = [(row[column], y) for y, row in enumerate(rows) if not pd.isna(row.get(column))]
+        axes.scatter([x for x, _ in there], [y for _, y in there], color=colour, marker=mark, label=label, zorder=3)
+    axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=8)
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set(xlabel="output tokens since the cause began (median over requests; no mark: not seen)", xlim=(0, None))
+    figure.legend(loc="outside lower center", ncols=4, fontsize=8)
+    headline(figure, title)
+    return figure
+
+
+def timeline(output: Output, during: tuple[int, int] | None, title: str) -> Figure:
+    """One request pass by pass: tokens kept and turned down over those of the output, the control's state behind."""
+    figure, axes = plt.subplots(figsize=(10, 3))
+    shades = {"off": "#DDDDDD", "probe": "#FCE7B2"}
+    written = 0
+    for record in output.records:
+        tokens = len(record.emitted)
+        if record.kind != "prefill":
+            if record.control in shades:
+                axes.axvspan(written, written + tokens, color=shades[record.control], linewidth=0)
+            axes.bar(written + tokens / 2, record.accepted, width=0.8, color=COLOURS["accepted"])
+            axes.bar(written + tokens / 2, -(record.verified - record.accepted), width=0.8, color=COLOURS["rejected"])
+        written += tokens
+    for edge in during or ():
+        axes.axvline(edge, color="black", linestyle=":", linewidth=1)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xlabel="output token", ylabel="drafted tokens of the pass:\nkept above, scored in vain below")
+    handles = [
+        Patch(color=COLOURS["accepted"], label="kept"),
+        Patch(color=COLOURS["rejected"], label="scored in vain"),
+        Patch(color=shades["off"], label="control: off"),
+        Patch(color=shades["probe"], label="control: probe"),
+    ]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
     headline(figure, title)
     return figure
