@@ -123,6 +123,17 @@ def _report(results: list[RunResult]) -> None:
 
 
 @app.command()
+def sweep(
+    file: Annotated[str, typer.Argument(help="A YAML file of params/sweeps, or its name.")],
+    workers: Annotated[int | None, typer.Option(min=1, help="Cells that run at once; else the file's.")] = None,
+) -> None:
+    """Execute a notebook for every cell of a grid, as runs under one parent; resumes where it was stopped."""
+    from .sweeps import command
+
+    raise typer.Exit(command(file, workers))
+
+
+@app.command()
 def ui(
     port: Annotated[int, typer.Option(min=1, max=65535)] = 5000,
     print_: Annotated[bool, typer.Option("--print", help="Print the links and serve nothing.")] = False,

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +61,7 @@ def run_notebook(
     out: Path | None = None,
     timeout_s: float | None = None,
     parent: Run | str | None = None,
+    tags: Mapping[str, Any] | None = None,
 ) -> RunResult:
     """Execute a notebook in a process of its own. The executed copy also goes to ``out`` if given.
 
@@ -70,7 +71,8 @@ def run_notebook(
     source = find_notebook(name)
     began, exit_code = time.monotonic(), 0
     with sigterm_interrupts():
-        run = open_run(name, notebook=name, parent=parent, tags={"profile": profile, "arguments": " ".join(overrides)})
+        said = {"profile": profile, "arguments": " ".join(overrides), **(tags or {})}
+        run = open_run(name, notebook=name, parent=parent, tags=said)
         executed = _executed_folder(run) / f"{name}.ipynb"
         status, error = "FINISHED", ""
         try:

@@ -306,7 +306,7 @@ def _process_here(owner_tag: str) -> tuple[int, float] | None:
     return (int(pid), float(created)) if host == _host() and pid.isdigit() else None
 
 
-def _gone(owner_tag: str) -> bool:
+def owner_is_gone(owner_tag: str) -> bool:
     """Whether the owner was a process of this host that no longer runs. Of other hosts we cannot know."""
     here = _process_here(owner_tag)
     if here is None:
@@ -335,7 +335,7 @@ def started_by(owner_tag: str) -> bool:
 def reap(store: Store) -> list[str]:
     """Mark RUNNING runs whose owner died without a word as KILLED. Returns their ids."""
     running = store.client.search_runs([store.experiment_id], "attributes.status = 'RUNNING'", max_results=1000)
-    orphans = [run.info.run_id for run in running if _gone(run.data.tags.get("owner", ""))]
+    orphans = [run.info.run_id for run in running if owner_is_gone(run.data.tags.get("owner", ""))]
     for run_id in orphans:
         store.client.set_tag(run_id, "error", "its process died without a word (killed, or the machine went down)")
         store.client.set_terminated(run_id, "KILLED")

@@ -39,7 +39,12 @@ def _read(source: str | Path) -> pd.DataFrame:
     if str(source) == BUILTIN:
         text = resources.files(__package__).joinpath("data/prompts.jsonl").read_text(encoding="utf-8")
         return _table([{"source": BUILTIN} | json.loads(line) for line in text.splitlines()])
-    return _table(loaders.rows(str(source), None if str(source).startswith(loaders.HUB) else _find(source)))
+    return _table(loaders.rows(str(source), file_of(source)))
+
+
+def file_of(source: str | Path) -> Path | None:
+    """The file behind a workload; None for the built-in one and for a dataset of the hub."""
+    return None if str(source) == BUILTIN or str(source).startswith(loaders.HUB) else _find(source)
 
 
 def sealed(source: str | Path = BUILTIN) -> pd.DataFrame:
