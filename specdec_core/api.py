@@ -280,7 +280,7 @@ def prepare(pair: Pair, prompts: Sequence[Prompt], **options: Unpack[Options]) -
 def _over(pair: Pair, options: Options) -> Options:
     """The call's options over the pair's, whose ``candidates`` are for its own kind of drafter and the token rule."""
     own = dict(pair.options)
-    if options.get("drafter") in ("prompt_lookup", "suffix") or options.get("rule") == "block":
+    if (options.get("drafter") or pair.drafter) in ("prompt_lookup", "suffix") or options.get("rule") == "block":
         own.pop("candidates", None)
     return cast(Options, {**own, **options})
 

@@ -51,9 +51,12 @@ class ModelDrafter(Drafter):
         self.candidates, self.processing, self.capacity = candidates, processing or Processing(), capacity
         self.known = min(vocab, int(model.config.get_text_config(decoder=True).vocab_size))
         ids: Tensor | None = getattr(model.get_output_embeddings(), "ids", None)  # of a ReducedHead
-        if ids is not None:
-            ids = None if len(ids) < candidates or self.processing.active else ids[ids < vocab]
-        self.columns = ids  # the tokens that laws are made over, where not all
+        ids = None if ids is None else ids[ids < vocab]
+        if ids is not None and len(ids) < candidates:
+            raise SpecDecError(
+                f"The draft's head holds {len(ids)} of the target's tokens, fewer than {candidates}: cut less."
+            )
+        self.columns = None if self.processing.active else ids  # the tokens that laws are made over, where not all
         self.start()
 
     def start(self) -> None:

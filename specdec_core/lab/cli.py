@@ -48,6 +48,12 @@ def generate(
     candidates: Annotated[
         int | None, typer.Option(min=1, help="Tokens tried at each position, of a model draft; else the pair's.")
     ] = None,
+    model_gamma: Annotated[
+        int | None, typer.Option(min=1, help="Longest block of a composite's model; else the pair's.")
+    ] = None,
+    confidence: Annotated[
+        float | None, typer.Option(min=0, help="A model's block ends where its q is below; else the pair's.")
+    ] = None,
     control: Annotated[
         str | None, typer.Option(help="fixed, heuristic, adaptive or fallback; else the pair's.")
     ] = None,
@@ -69,6 +75,8 @@ def generate(
         seed=seed,
         rule=rule,
         candidates=candidates,
+        model_gamma=model_gamma,
+        confidence=confidence,
         control=control,
         baseline=not no_baseline,
     )

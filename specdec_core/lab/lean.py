@@ -3,7 +3,7 @@
 A pass over a few tokens spends a third of its time between the matrix products of a small model: in Python, and in
 starting some forty operations a layer. Here queries, keys and values come from one product and both halves of the
 gated MLP from another, and queries and keys are turned together. Norms, rounding and order of the arithmetic are those
-of transformers' own layer.
+of transformers' own layer, to the last bit for SiLU, which is Llama's activation.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel, LlamaRotaryEmbedding
 
 from ..drafters.early_exit import shell
+from ..errors import SpecDecError
 
 
 class LeanRotary(nn.Module):
@@ -34,11 +35,12 @@ class LeanRotary(nn.Module):
         return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
-class LeanLayer(nn.Module):
-    """Stands where a ``LlamaDecoderLayer`` with attention ``sdpa`` stood: hidden ``[B, n, d]`` -> ``[B, n, d]``."""
+class LeanLayer(LlamaDecoderLayer):
+    """Stands where a ``LlamaDecoderLayer`` with attention ``sdpa`` stood, and keeps that attention: hidden
+    ``[B, n, d]`` -> ``[B, n, d]``. It is one by name alone, so that transformers finds it among its layers."""
 
     def __init__(self, layer: LlamaDecoderLayer):
-        super().__init__()
+        nn.Module.__init__(self)
         attention, mlp = layer.self_attn, layer.mlp
         self.index, self.dim, self.scaling = attention.layer_idx, attention.head_dim, attention.scaling
         self.before, self.after = layer.input_layernorm, layer.post_attention_layernorm
@@ -48,7 +50,7 @@ class LeanLayer(nn.Module):
         self.heads = attention.q_proj.out_features // self.dim
         self.groups = attention.k_proj.out_features // self.dim
 
-    def forward(
+    def forward(  # type: ignore[override]
         self,
         hidden: Tensor,
         attention_mask: Tensor | None = None,
@@ -77,6 +79,10 @@ class LeanLayer(nn.Module):
         gate, up = self.gate_up(self.after(hidden)).chunk(2, -1)
         made: Tensor = hidden + self.down(self.act_fn(gate) * up)
         return made
+
+
+def _not_saved(*_: Any, **__: Any) -> None:
+    raise SpecDecError("Joined weights have names that no other model has: save the model as it was before.")
 
 
 def joined(*linears: nn.Linear) -> nn.Linear:
@@ -111,6 +117,7 @@ def lean(model: PreTrainedModel) -> PreTrainedModel:
     if not possible(model):
         return model
     slim = shell(model)
+    slim.save_pretrained = _not_saved  # type: ignore[method-assign, assignment]
     decoder: Any = slim.get_decoder()
     decoder.rotary_emb = LeanRotary(decoder.rotary_emb)
     for i, layer in enumerate(decoder.layers):

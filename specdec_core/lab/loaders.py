@@ -89,9 +89,19 @@ def _turns(record: Row, where: str) -> list[str]:
     else:
         allowed = ", ".join(("turns", *TALK, *TEXT))
         raise SpecDecError(f"{where} holds no prompt: give one of the keys {allowed}.")
+    if isinstance(turns, list) and any(isinstance(t, str) and _broken(t) for t in turns):
+        raise SpecDecError(f"{where} holds half a character (a lone surrogate): mend its text.")
     if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn.strip() for turn in turns):
         raise SpecDecError(f"{where}: turns must be a list of one or more texts that are not empty.")
     return turns
+
+
+def _broken(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _asked(talk: Any, where: str) -> list[Any]:

@@ -462,7 +462,6 @@ def _lineage(
     """What was loaded, for the record of every run."""
     import torch
 
-    from .packing import possible
     from .quantize import size
 
     return {
@@ -474,7 +473,7 @@ def _lineage(
         "draft_head_sha256": file_sha256(_head_file(spec.draft_head)) if spec.draft_head else None,
         "draft_translated": translated,
         "exit_layers": spec.exit_layers,
-        "pack": spec.pack and possible(target),
+        "pack": spec.pack and target.device.type == "cpu",
         "compile": spec.compile,
         "dtype": str(target.dtype).removeprefix("torch."),
         "quantize": spec.quantize or "none",

@@ -26,8 +26,9 @@ FEW = 4  # fewer rows than these are faster on plain weights in float32, on some
 class BlockedLinear(nn.Linear):
     """An ``nn.Linear`` with its weights in oneDNN's order beside them: [..., in] -> [..., out].
 
-    The second copy is made anew where the weights have changed. With gradients, on another device or in another number
-    format it is a plain ``nn.Linear``.
+    The second copy is made anew where the weights have changed: by another tensor, another number format, or a write
+    that torch counts (one through ``.data``, NumPy or into an inference tensor it does not: pack again after it). With
+    gradients, under autocast, on another device or in another number format it is a plain ``nn.Linear``.
     """
 
     def __init__(self, linear: nn.Linear):
@@ -45,7 +46,11 @@ class BlockedLinear(nn.Linear):
         return weight.data_ptr(), 0 if weight.is_inference() else weight._version, weight.dtype
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or not hidden.device.type == self.weight.device.type == "cpu":
+        if (
+            torch.is_grad_enabled()
+            or torch.is_autocast_enabled("cpu")
+            or not hidden.device.type == self.weight.device.type == "cpu"
+        ):
             return super().forward(hidden)
         few = hidden.numel() < FEW * self.in_features
         if self.weight.dtype != torch.bfloat16 and (self.weight.dtype != torch.float32 or few):
@@ -55,9 +60,23 @@ class BlockedLinear(nn.Linear):
         out: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.blocked, self.bias, "none", [], "")
         return out
 
+    def _apply(self, fn: Any, recurse: bool = True) -> BlockedLinear:
+        """Moved or cast: the new weights may lie where the old ones did, so what was made of those is forgotten."""
+        super()._apply(fn, recurse)
+        self.made_of = (0, 0, torch.float32)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "blocked"}  # oneDNN's, not to be stored
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.blocked, self.made_of = torch.empty(0), (0, 0, torch.float32)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> BlockedLinear:
         """As any module, but for the second copy: shared where the weights are, and else made anew."""
-        other = copy.copy(self)
+        other = type(self).__new__(type(self))
+        other.__dict__.update({k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(self).items()})
         other._parameters = {name: copy.deepcopy(w, memo) for name, w in self._parameters.items()}
         return other
 

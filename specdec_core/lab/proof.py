@@ -234,6 +234,10 @@ def measured(
             progress(f"γ = {g}, prompt {i + 1} of {len(prompts)}")
             options = {
                 "drafter": drafter,
+                "control": "fixed",
+                "candidates": 1,
+                "confidence": 0.0,
+                "model_gamma": None,
                 "max_new_tokens": max_new_tokens,
                 "seed": seed + 1000 + i,
                 **policy.as_dict(),

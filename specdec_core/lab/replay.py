@@ -8,8 +8,8 @@ probability A_i = min(A_{i-1}, Π q/p), since Pr(τ ≥ i | the draft) = min(w_{
 arXiv 2403.10444, lemma 5). Sums along the text then give every number that the loop would have had on average; at
 temperature 0 these are the loop's own, pass for pass.
 
-Where replay cannot speak: drafters that remember what was rejected or other texts, several candidates a position, and
-drafts with another tokenizer.
+Blocks have one length throughout. Where replay cannot speak: drafters that remember what was rejected or other texts,
+several candidates a position, a draft that stops where it is unsure, processors, and drafts with another tokenizer.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ import numpy as np
 import torch
 
 from ..api import Output, Pair
+from ..caches import context_limit
 from ..control import Costs
 from ..drafters import Drafter, PromptLookupDrafter, SuffixDrafter
 from ..errors import SpecDecError, choice
+from ..processors import from_generation_config
 from ..sampling import SamplingPolicy, distribution, fit_vocabulary
 from .theory import expected_tokens
 
@@ -146,11 +148,21 @@ class Meeting:
     budget: int | None = None
     known: dict[str, np.ndarray] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        ends = [self.pair.tokenizer.eos_token_id] if hasattr(self.pair.tokenizer, "eos_token_id") else []
+        asked = from_generation_config(self.pair.target.generation_config, [e for e in ends if e is not None], 1)
+        if asked.active:
+            raise SpecDecError(
+                f"The generation_config of pair '{self.pair.name}' asks for penalties or other processors, of which a "
+                "replay knows nothing: run the loop itself."
+            )
+
     def replay(self, drafter: str, gamma: int) -> Replay:
         """How ``drafter`` fares at block length ``gamma``. Raises SpecDecError for one that cannot be replayed."""
         choice("drafter", drafter, REPLAYED, " for a replay")
-        length = len(self.output.tokens)
-        room = np.minimum(gamma, (self.budget or length) - 1 - np.arange(length)).clip(min=0)
+        length, context = len(self.output.tokens), context_limit(self.pair.target)
+        most = min(self.budget or length, (context or 2**31) - len(self.output.prompt_tokens))
+        room = np.minimum(gamma, most - 1 - np.arange(length)).clip(min=0)
         if drafter == "composite":
             ratio, drafted = self._chosen(PromptLookupDrafter(ngram_min=2), room, gamma)
             other, rest = self._model("model", room, gamma)
@@ -182,6 +194,10 @@ class Meeting:
     def _model(self, drafter: str, room: np.ndarray, gamma: int) -> tuple[np.ndarray, np.ndarray]:
         if drafter not in self.known:
             self.known[drafter] = self._ratios(drafter)
+        model = self.pair.target if drafter == "self" else self.pair.draft
+        if model is not None and (limit := context_limit(model)) is not None:
+            held = len(self.output.prompt_tokens) + np.arange(len(room))
+            room = np.minimum(room, limit - held + 1).clip(min=0)
         ratio = np.zeros((len(room), gamma))
         for i in range(min(gamma, len(room))):
             ratio[: len(room) - i, i] = self.known[drafter][i:]
@@ -195,6 +211,11 @@ class Meeting:
             raise SpecDecError(
                 f"Pair '{self.pair.name}' has no draft model in the target's own tokens, so it cannot be replayed: set "
                 "'draft' in its YAML, or take drafter=prompt_lookup."
+            )
+        known = int(self.pair.draft.config.get_text_config(decoder=True).vocab_size)
+        if max(*self.output.prompt_tokens, *self.output.tokens) >= known:
+            raise SpecDecError(
+                f"A text holds a token beyond the draft's {known}, so it cannot be replayed: run the loop."
             )
         drawn = torch.tensor(self.output.tokens, device=self.pair.target.device).unsqueeze(1)
         q = self._law(self.pair.draft).gather(1, drawn)

@@ -123,6 +123,8 @@ def show_generate(
     seed: int = 0,
     rule: str | None = None,
     candidates: int | None = None,
+    model_gamma: int | None = None,
+    confidence: float | None = None,
     control: str | None = None,
     baseline: bool = True,
     console: Console | None = None,
@@ -135,7 +137,14 @@ def show_generate(
     with console.status("loading the models"):
         models = load_pair(pair)
     common: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    given = {"drafter": drafter, "gamma": gamma, "rule": rule, "candidates": candidates, "control": control}
+    given: dict[str, Any] = {
+        "drafter": drafter,
+        "gamma": gamma,
+        "rule": rule,
+        "candidates": candidates,
+        "control": control,
+    }
+    given |= {"model_gamma": model_gamma, "confidence": confidence}
     how: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     speculative = generate(models, prompt, max_new_tokens=max_new_tokens, **how, **common)
     known = {"drafter": models.drafter, "gamma": 4, **models.options, **how}

@@ -30,7 +30,7 @@ from transformers.utils import logging
 from ..api import Options, Pair, encode
 from ..control import Adaptive, BlockLength, Costs, Fallback, Fixed
 from ..drafters import CompositeDrafter, Drafter, ModelDrafter, PromptLookupDrafter, SuffixDrafter
-from ..errors import SpecDecError
+from ..errors import SpecDecError, number
 from ..sampling import SamplingPolicy
 from . import models, peers, workloads
 from .calibrate import calibrate, frame
@@ -278,10 +278,15 @@ def command(
     pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 64, each: int = 1, minutes: float = 12.0
 ) -> None:
     """Measure, choose, confirm, print the table, and keep a run with all that produced it."""
+    number("minutes", minutes, lambda m: 0 < m < 1e5, "a number above 0")
     params = {"pair": pair, "data": data, "tokens": tokens, "each": each, "minutes": minutes, "rule": RULE}
     before = {"load.before": os.getloadavg()[0]}
     named = open_run(f"bench cpu {pair}", kind="bench", params=params, tags=before)
-    with named as run, Progress() as progress, _no_advice():
+    with named as run, _no_advice():
+        if kind := models.read_pair(pair).quantize:
+            raise SpecDecError(
+                f"Pair {pair!r} is quantised ({kind}) already: give it without, the bench has rows for both."
+            )
         contest, asked = Contest(pair, tokens), workloads.prompts(data)
         run.log_pair(contest.load("bf16"))
         first, second = halves(asked, contest.pairs["bf16"], each)
@@ -295,9 +300,11 @@ def command(
         costs = pd.concat([contest.calibrate(weights, warm) for weights in contest.pairs])
         run.log_table(costs, "costs")
         contest.fit(60 * minutes, len(second))
-        candidates = [_choose(contest, weights, first, progress) for weights in CHOOSING]
-        run.log_table(pd.concat(candidates), "candidates")
-        _keep(run, contest, _judge(contest, second, progress), threads)
+        with Progress() as progress:
+            candidates = [_choose(contest, weights, first, progress) for weights in CHOOSING]
+            run.log_table(pd.concat(candidates), "candidates")
+            judged = _judge(contest, second, progress)
+        _keep(run, contest, judged, threads)
 
 
 @contextmanager

@@ -153,3 +153,12 @@ def test_the_most_frequent_tokens_come_in_rising_order_ties_and_gaps_filled_with
 def test_an_impossible_selection_is_refused(k, always):
     with pytest.raises(SpecDecError):
         most_frequent([1, 2, 3], k, 12, always)
+
+
+def test_a_head_cut_to_tokens_that_the_target_does_not_have_is_refused():
+    draft = reduced_head(tiny_llama(vocab=30), [1, 25, 26])
+    assert ModelDrafter(draft, SamplingPolicy(), 20).columns.tolist() == [1]
+    with pytest.raises(SpecDecError, match="holds 1 of the target's tokens, fewer than 3"):
+        ModelDrafter(draft, SamplingPolicy(), 20, candidates=3)
+    with pytest.raises(SpecDecError, match="holds 0 of the target's tokens"):
+        ModelDrafter(reduced_head(tiny_llama(vocab=30), [25, 26, 27]), SamplingPolicy(), 20)

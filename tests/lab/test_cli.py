@@ -64,7 +64,7 @@ def test_generate_passes_every_option_on(monkeypatch: pytest.MonkeyPatch) -> Non
     assert got["baseline"] is False
     assert set(got) == {
         *("prompt", "pair", "drafter", "gamma", "temperature", "top_k", "top_p", "min_p", "max_new_tokens", "seed"),
-        *("rule", "candidates", "control", "baseline"),
+        *("rule", "candidates", "model_gamma", "confidence", "control", "baseline"),
     }
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from kit import pair_of, tiny_llama
@@ -88,3 +90,17 @@ def test_what_is_no_plain_layer_on_a_cpu_comes_back_as_it_was() -> None:
 def test_a_student_of_joined_weights_is_refused_in_one_line() -> None:
     with pytest.raises(SpecDecError, match="load its pair with pack=False"):
         distill.student(lean(tiny_llama()), [0])
+
+
+def test_a_joined_model_is_not_saved_under_names_that_nobody_knows(tmp_path: Path) -> None:
+    with pytest.raises(SpecDecError, match="save the model as it was before"):
+        packing.pack(lean(tiny_llama())).save_pretrained(tmp_path)
+    tiny_llama().save_pretrained(tmp_path)
+
+
+def test_hidden_states_are_there_when_asked_for() -> None:
+    ids = torch.arange(6)[None]
+    with torch.inference_mode():
+        got, want = (m(ids, output_hidden_states=True).hidden_states for m in (lean(tiny_llama()), tiny_llama()))
+    assert len(got) == len(want) == 3
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

@@ -66,6 +66,7 @@ def test_jsonl_with_a_prompt_a_line_takes_line_numbers_as_ids(tmp_path: Path) ->
         ("p.json", '[{"messages": [{"role": "system", "content": "x"}]}]', "nothing that a human or user said"),
         ("p.json", '[{"messages": [{"role": "user", "content": 3}]}]', "p.json entry 1: turns must be"),
         ("p.parquet", "no", "is no Parquet file"),
+        ("p.jsonl", '{"prompt": "a\\ud800"}', "p.jsonl line 1 holds half a character"),
         ("p.jsonl", '{"prompt": "a", "language": 3}', "p.jsonl line 1: language is 3"),
         ("p.jsonl", '{"prompt": "a", "id": "x"}\n{"prompt": "b", "id": "x"}', "the id x was used on line 1"),
     ],

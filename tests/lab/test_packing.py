@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -114,3 +115,35 @@ def test_a_packed_model_still_has_gradients() -> None:
     packed = packing.pack(tiny_llama())
     packed(torch.arange(12)[None]).logits.sum().backward()
     assert all(weight.grad is not None for weight in packed.parameters())
+
+
+def test_a_cast_there_and_back_reads_the_weights_anew() -> None:
+    for size in (64, 256):
+        packed, plain = (tiny_llama(hidden_size=size, intermediate_size=2 * size) for _ in range(2))
+        packed, ids = packing.pack(packed), torch.arange(12)[None]
+        with torch.inference_mode():
+            packed(ids)
+        for model in (packed, plain):
+            model.to(torch.bfloat16).to(torch.float32)
+        with torch.inference_mode():
+            assert torch.allclose(packed(ids).logits, plain(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_it_runs_under_autocast_and_is_stored_without_its_second_copy(tmp_path: Path) -> None:
+    packed, ids = packing.pack(tiny_llama()), torch.arange(12)[None]
+    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(packed(ids).logits, tiny_llama()(ids).logits)
+    torch.save(packed, tmp_path / "model.pt")
+    again = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.inference_mode():
+        assert torch.equal(again(ids).logits, packed(ids).logits)
+
+
+def test_hooks_of_a_copy_are_its_own() -> None:
+    packed, seen = packing.pack(tiny_llama()), list[int]()
+    other = copy.deepcopy(packed)
+    other.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: seen.append(1))
+    packed(torch.arange(4)[None])
+    assert not seen
+    other(torch.arange(4)[None])
+    assert seen == [1]

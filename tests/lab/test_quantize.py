@@ -315,6 +315,8 @@ def test_a_pair_sets_options_that_a_call_may_override(pair_file: Path) -> None:
         generate(pair, [3, 1, 4], eos=[], drafter="suffix", candidates=2)
     for others in ({"drafter": "suffix"}, {"drafter": "self", "rule": "block", "temperature": 1.0}):
         generate(pair, [3, 1, 4], eos=[], max_new_tokens=4, **others)  # have one candidate a position
+    lookup = load_pair(pair_file, options={"candidates": 2}, drafter="prompt_lookup", dtype="float32")
+    assert generate(lookup, [3, 1, 4], eos=[], max_new_tokens=4).tokens, "the pair's own drafter has one candidate"
     with pytest.raises(
         SpecDecError,
         match=r"unknown key 'options.gama'; allowed are gamma, control, confidence, candidates, model_gamma",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from kit import noisy_copy, pair_of, tiny_llama
@@ -149,3 +151,33 @@ def test_what_passes_take_is_counted_by_their_sizes_and_lookups_are_free():
         assert told.seconds(costs) == pytest.approx(by_hand)
     assert told.sizes[0, 1:].sum() > 0
     assert told.sizes[1, 1:].sum() > 0
+
+
+def test_processors_of_the_target_are_refused():
+    pair = greedy_pair()
+    text = generate(pair, PROMPT, speculate=False, max_new_tokens=8)
+    pair.target.generation_config = SimpleNamespace(eos_token_id=None, repetition_penalty=1.3)
+    with pytest.raises(SpecDecError, match="asks for penalties or other processors"):
+        Meeting(pair, text, GREEDY)
+
+
+@pytest.mark.parametrize("drafter", ["model", "composite", "self"])
+@pytest.mark.parametrize(("context", "short"), [(256, 20), (256, 33), (40, 256), (40, 24)])
+def test_contexts_of_target_and_draft_end_blocks_as_in_the_loop(drafter, context, short):
+    target = tiny_llama(3, context=context)
+    pair = pair_of(target, noisy_copy(target))
+    pair.draft.config.max_position_embeddings = short
+    options = {"max_new_tokens": 60, "eos": []}
+    text = generate(pair, PROMPT, speculate=False, **options)
+    for gamma in (1, 3, 7):
+        out = generate(pair, PROMPT, drafter=drafter, gamma=gamma, **options)
+        assert out.tokens == text.tokens
+        told = Meeting(pair, text, GREEDY, budget=60).replay(drafter, gamma).walk()
+        assert [told.passes, told.drafting, told.drafted, told.accepted, told.rejected] == counted(out.records)
+
+
+def test_a_text_beyond_the_drafts_vocabulary_is_refused():
+    pair = pair_of(tiny_llama(3), tiny_llama(3, vocab=12))
+    text = generate(pair, [3, 4, 5, 60], speculate=False, max_new_tokens=8)
+    with pytest.raises(SpecDecError, match="a token beyond the draft's 12"):
+        Meeting(pair, text, GREEDY).replay("model", 2)
