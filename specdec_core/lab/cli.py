@@ -204,7 +204,7 @@ def bench(
     ] = "builtin",
     minutes: Annotated[
         float, typer.Option(min=1, help="cpu: about how long; texts get shorter where it would take longer.")
-    ] = 12.0,
+    ] = 10.0,
 ) -> None:
     """Measure with arms interleaved; the table is a run in MLflow."""
     from . import bench, speed

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from ..errors import SpecDecError
 from .store import project_root
@@ -84,6 +84,14 @@ class AcceptanceParams(NotebookParams):
     checked: int = Field(4, ge=1, le=1000)
     timed_prompts: int = Field(4, ge=1, le=1000)
 
+    @model_validator(mode="after")
+    def _what_is_looked_at_is_swept(self) -> AcceptanceParams:
+        names = ("gamma", "temperature", "drafter")
+        for name, value, swept in ((name, getattr(self, name), getattr(self, f"{name}s")) for name in names):
+            if value not in swept:
+                raise ValueError(f"{name} = {value!r} is looked at prompt by prompt, but is not among {name}s: add it")
+        return self
+
 
 class FailureParams(NotebookParams):
     """03_failure_modes: one assumption broken at a time, with and without a control."""
@@ -97,6 +105,14 @@ class FailureParams(NotebookParams):
     warn_first_position: float = Field(0.2, ge=0, le=1)
     warn_entropy_gap: float = Field(2.5, gt=0, allow_inf_nan=False)
     warn_alpha_bound: float = Field(0.35, ge=0, le=1)
+
+    @model_validator(mode="after")
+    def _the_episode_lies_within_the_text(self) -> FailureParams:
+        if not self.episode_start < self.episode_end < self.max_new_tokens:
+            raise ValueError(
+                "an episode begins before it ends, and ends within the text: mend episode_start or episode_end"
+            )
+        return self
 
 
 class DistillationParams(NotebookParams):
@@ -257,6 +273,8 @@ def _assigned(source: str) -> set[str]:
 
 
 def _complaint(schema: type[NotebookParams], error: Any) -> str:
+    if not error["loc"]:  # about several parameters, in our own words
+        return f"{error['msg'].removeprefix('Value error, ')}"
     key, value = str(error["loc"][0]), error["input"]
     if error["type"] == "extra_forbidden":
         near = _nearest(key, list(schema.model_fields))

@@ -275,7 +275,7 @@ def quickest_threads(contest: Contest, prompt: Sequence[int]) -> int:
 
 
 def command(
-    pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 64, each: int = 1, minutes: float = 12.0
+    pair: str = "smollm2", data: str = workloads.BUILTIN, tokens: int = 64, each: int = 1, minutes: float = 10.0
 ) -> None:
     """Measure, choose, confirm, print the table, and keep a run with all that produced it."""
     number("minutes", minutes, lambda m: 0 < m < 1e5, "a number above 0")
