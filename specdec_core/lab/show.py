@@ -173,11 +173,11 @@ def _numbers(outputs: dict[str, Output]) -> Table:
     return table
 
 
-def count(value: float | None, what: str) -> str:
-    """``3 tokens``, ``1 token``, or ``no token seen`` where there is no number."""
+def dated(value: float | None, did: str, did_not: str) -> str:
+    """``the control acts after 3 tokens``, or what is said where there is no number."""
     if value is None or value != value:
-        return f"no {what} seen"
-    return f"{value:g} {what}" + ("" if value == 1 else "s")
+        return did_not
+    return f"{did} after {value:g} token" + ("" if value == 1 else "s")
 
 
 def _number(value: float | None) -> str:

@@ -52,7 +52,7 @@ def maps(cells: pd.DataFrame, value: str, label: str, title: str, middle: float 
     for axes in list(grid.flat)[len(panels) :]:
         axes.set_visible(False)
     figure.supxlabel("block length γ (tokens)", fontsize=9)
-    figure.colorbar(image, ax=grid, label=label, shrink=0.9)
+    figure.colorbar(image, ax=grid, shrink=0.9).set_label(label, fontsize=8)
     headline(figure, title)
     return figure
 
@@ -185,8 +185,8 @@ def signs(table: pd.DataFrame, names: Sequence[str], title: str) -> Figure:
     rows = table.to_dict("records")
     figure, axes = plt.subplots(figsize=(9, 0.42 * len(rows) + 1.8))
     shown = {**{f"until_{name}": name.replace("_", " ") for name in names}, "until_fallback": "the control acts"}
-    for (column, label), colour, mark in zip(shown.items(), LINES, "os^D", strict=False):
-        there = [(row[column], y) for y, row in enumerate(rows) if not pd.isna(row.get(column))]
+    for i, ((column, label), colour, mark) in enumerate(zip(shown.items(), LINES, "os^D", strict=False)):
+        there = [(row[column], y + 0.16 * (i - 1.5)) for y, row in enumerate(rows) if not pd.isna(row.get(column))]
         axes.scatter([x for x, _ in there], [y for _, y in there], color=colour, marker=mark, label=label, zorder=3)
     axes.set_yticks(range(len(rows)), [str(row["case"]) for row in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)
@@ -212,7 +212,7 @@ def timeline(output: Output, during: tuple[int, int] | None, title: str) -> Figu
     for edge in during or ():
         axes.axvline(edge, color="black", linestyle=":", linewidth=1)
     axes.axhline(0, color="black", linewidth=0.8)
-    axes.set(xlabel="output token", ylabel="drafted tokens of the pass:\nkept above, scored in vain below")
+    axes.set(xlabel="output token", ylabel="drafted tokens\nof the pass")
     handles = [
         Patch(color=COLOURS["accepted"], label="kept"),
         Patch(color=COLOURS["rejected"], label="scored in vain"),

@@ -200,3 +200,9 @@ def test_energy_is_read_where_the_machine_counts_it_and_else_is_no_number(tmp_pa
     assert measure.energy_ratio(times, "a", "b").value == pytest.approx((1.5 * 3) ** 0.5)
     assert measure.energy_ratio(times.assign(joules=np.nan), "a", "b") is None
     assert measure.energy_ratio(times.assign(joules=[30.0, 20.0, -5.0, 40.0]), "a", "b") is None, "a counter began anew"
+
+
+def test_what_never_happened_is_not_dated():
+    assert show.dated(3.0, "it acts", "it does not act") == "it acts after 3 tokens"
+    assert show.dated(1.0, "it acts", "it does not act") == "it acts after 1 token"
+    assert show.dated(None, "it acts", "it does not act") == show.dated(float("nan"), "", "it does not act")
