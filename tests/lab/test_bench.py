@@ -251,7 +251,7 @@ def test_the_command_prints_a_table_and_keeps_a_run_with_its_lineage(
     lines = artifact_text(client, run.info.run_id, "records/uncontrolled.synthetic_model.b2.jsonl").splitlines()
     assert any(json.loads(line)["synthetic"] for line in lines)
     kept = pd.read_csv(client.download_artifacts(run.info.run_id, "tables/bench.csv"))
-    assert set(kept["worst_group"]) == {"chat-1"}
+    assert set(kept["worst_group"]) == {"chat-3"}
     assert tags["prompts.builtin.count"] == "12"
     assert not kept["verdict"].isin(["meets", "does not meet"]).any()  # of one prompt nothing can be said
     said = capsys.readouterr().out

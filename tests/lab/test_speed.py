@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -41,6 +42,7 @@ def tiny_pair(**given: object) -> Pair:
 @pytest.fixture
 def root(project: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(models, "load_pair", lambda name, **options: tiny_pair(**options))
+    monkeypatch.setattr(models, "read_pair", lambda name: SimpleNamespace(quantize="int8" if name == "small" else None))
     monkeypatch.setattr(models, "load_model", lambda ref, **options: noisy_copy(tiny_llama()))
     monkeypatch.setitem(__import__("sys").modules, "flashspec", None)
     monkeypatch.setattr(speed, "bandwidth", lambda: 1e9)
@@ -93,6 +95,14 @@ def test_too_few_prompts_of_a_category_leave_a_failed_run_that_says_so(root: Pat
         speed.command("mine", each=40)
     (run,) = runs()
     assert run.info.status == "FAILED"
+
+
+def test_a_quantised_pair_and_a_time_that_is_none_are_refused(root: Path) -> None:
+    with pytest.raises(SpecDecError, match=r"is quantised \(int8\) already"):
+        speed.command("small")
+    assert [run.info.status for run in runs()] == ["FAILED"]
+    with pytest.raises(SpecDecError, match="minutes=nan"):
+        speed.command("mine", minutes=float("nan"))
 
 
 def test_texts_get_shorter_where_the_bench_would_take_longer_than_it_may() -> None:
