@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -135,7 +135,6 @@ class Sweep:
     spec: SweepFile
     cells: list[Cell]
     run: Run
-    begun: float = field(default_factory=time.monotonic)
 
     def done(self) -> dict[str, Any]:
         """Finished runs under this parent by key."""
